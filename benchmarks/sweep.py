@@ -195,7 +195,7 @@ def replayed(measured: Measured, settings: EarlyExit) -> ReplayResult:
 
 def table_rows(measured: Measured) -> list[dict[str, Any]]:
     """One row per job, and one per policy replayed on the recording."""
-    early = {job.job: job for job in measured.early_exit.jobs}
+    early = {job.job: job for job in measured.early_exit.job_results}
     jobs = [
         {
             "job": job.job,
@@ -211,7 +211,7 @@ def table_rows(measured: Measured) -> list[dict[str, Any]]:
             "steps": early[job.job].steps,
             "total_steps": job.total_steps,
         }
-        for job in measured.batched.jobs
+        for job in measured.batched.job_results
     ]
     policies = [
         {

@@ -35,7 +35,7 @@ def gate_failures(measured: Measured) -> list[str]:
 
 
 def _unfinished(measured: Measured) -> list[str]:
-    jobs = [(seed, job) for seed, tuned in measured.batched.items() for job in tuned.result.jobs]
+    jobs = [(seed, job) for seed, tuned in measured.batched.items() for job in tuned.result.job_results]
     failures = [
         f"batched, seed {seed}: expected {job.total_steps} steps of {job.job}, found {job.steps} ({job.exit_reason})"
         for seed, job in jobs

@@ -43,7 +43,7 @@ class Tuned:
     def saved_by(self) -> Mapping[ExitReason, float]:
         """Share of the budgeted samples not trained, by the reason of the exit."""
         saved: dict[ExitReason, float] = {}
-        for job in self.result.jobs:
+        for job in self.result.job_results:
             if job.exit_reason is not None:
                 share = (job.samples_budgeted - job.samples_trained) / self.result.samples_budgeted
                 saved[job.exit_reason] = saved.get(job.exit_reason, 0.0) + share

@@ -45,7 +45,7 @@ def figures(measured: Measured) -> dict[str, float]:
 
 def rows(measured: Measured) -> list[dict[str, Any]]:
     """One row per job of the first seed, per run of ALTO, and per reason of an exit."""
-    early = {job.job: job for job in measured.early_exit[measured.first_seed].result.jobs}
+    early = {job.job: job for job in measured.early_exit[measured.first_seed].result.job_results}
     jobs = [
         {
             "job": job.job,
@@ -62,7 +62,7 @@ def rows(measured: Measured) -> list[dict[str, Any]]:
             "steps": early[job.job].steps,
             "total_steps": job.total_steps,
         }
-        for job in measured.batched[measured.first_seed].result.jobs
+        for job in measured.batched[measured.first_seed].result.job_results
     ]
     runs = [
         {

@@ -13,12 +13,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from alto.errors import AltoError
-from alto.records import ExitReason, JobResult, Placement, Schedule, TaskResult
+from alto.records import ExitReason, JobResult, Placement, Schedule
 from alto.spec import EarlyExit, JobConfig, Task, load_task
 from alto.version import __version__
 
 if TYPE_CHECKING:
     from alto.engine import Engine
+    from alto.results import TaskResult, load_run
 
 __all__ = [
     "AltoError",
@@ -32,14 +33,17 @@ __all__ = [
     "Task",
     "TaskResult",
     "__version__",
+    "load_run",
     "load_task",
 ]
 
+_LAZY = {"Engine": "alto.engine", "TaskResult": "alto.results", "load_run": "alto.results"}
+
 
 def __getattr__(name: str) -> Any:
-    # The engine brings torch along, which a reader of task files does not need.
-    if name == "Engine":
-        return import_module("alto.engine").Engine
+    # What a reader of task files does not need: the engine brings torch along, results the packages of reports.
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'alto' has no attribute {name!r}")
 
 

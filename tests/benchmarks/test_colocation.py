@@ -9,9 +9,10 @@ from pathlib import Path
 import colocation
 import pytest
 
-from alto.records import TaskResult
+import alto
+from alto.records import TaskOutcome
 
-RESULT = TaskResult(
+RESULT = TaskOutcome(
     task="a",
     run_dir="runs/a",
     adapter_dir="runs/a/best",
@@ -24,7 +25,7 @@ DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 
 
 def run(seconds: float, num_executors: int, *, loss: float = 2.0, job: str = "job-000") -> colocation.Run:
-    result = dataclasses.replace(RESULT, best_validation_loss=loss, best_job=job)
+    result = alto.TaskResult(dataclasses.replace(RESULT, best_validation_loss=loss, best_job=job))
     return colocation.Run(seconds=seconds, results=[result], most_processes=num_executors)
 
 

@@ -26,6 +26,7 @@ from dpo_lib.tell import best_accuracy, figures
 from transformers import AutoTokenizer
 from trl import DPOTrainer
 
+import alto
 from alto.backbone import load_backbone, resolve_model
 from alto.data import read_task_rows
 from alto.spec import BaseModelSpec, JobConfig
@@ -96,9 +97,10 @@ def with_job(measured: Measured, **changes: object) -> Measured:
 
 
 def cut_short(tuned: Tuned) -> Tuned:
-    first, *others = tuned.result.jobs
+    first, *others = tuned.result.job_results
     shorter = dataclasses.replace(first, steps=first.steps - 1)
-    return dataclasses.replace(tuned, result=dataclasses.replace(tuned.result, jobs=(shorter, *others)))
+    outcome = dataclasses.replace(tuned.result.outcome, jobs=(shorter, *others))
+    return dataclasses.replace(tuned, result=alto.TaskResult(outcome))
 
 
 def judged(**changes: float) -> Callable[[Tuned], Tuned]:

@@ -7,10 +7,11 @@ import dataclasses
 import makespan
 import pytest
 
-from alto.records import Gpu, TaskResult
+import alto
+from alto.records import Gpu, TaskOutcome
 from alto.runs import Attempt, QueueHistory, TaskHistory
 
-RESULT = TaskResult(
+RESULT = TaskOutcome(
     task="a",
     run_dir="runs/a",
     adapter_dir="runs/a/best",
@@ -30,7 +31,7 @@ def measured(
         attempt = Attempt(number=1, gpus=(Gpu("local", 0),), start=start, end=start + 5.0, outcome="finished")
         attempt.executor = executor
         history.tasks[name] = TaskHistory(task=name, attempts=[attempt])
-    result = dataclasses.replace(RESULT, best_validation_loss=loss)
+    result = alto.TaskResult(dataclasses.replace(RESULT, best_validation_loss=loss))
     return makespan.Measured(seconds=seconds, planned_s=10.0, results=[result], history=history)
 
 

@@ -218,6 +218,6 @@ def test_tasks_whose_node_is_killed_go_on_elsewhere(
     assert told.index(("gpu_lost", None)) < told.index(("executor_ended", "alone"))
     resumed = {name: num_ranks_resumed(queue.run_of(name)) for name in gpus}
     assert resumed == {"alone": [1], "ranks": [2], "elsewhere": []}
-    alone, ranks, elsewhere = ({job.job: job.best_validation_loss for job in result.jobs} for result in results)
+    alone, ranks, elsewhere = ({job.job: job.best_validation_loss for job in result.job_results} for result in results)
     assert alone == pytest.approx(elsewhere, rel=1e-4)
     assert ranks == pytest.approx(elsewhere, rel=1e-4)

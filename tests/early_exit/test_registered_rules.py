@@ -260,7 +260,7 @@ def test_its_exits_are_in_journal_report_and_replay(
     assert events[0]["early_exit"]["rules"] == {"plateau": {"threshold": 0.001, "patience": 2}}
     assert audit(entries(events)) == ()
     assert result.best_job == "job-001"
-    assert result.jobs[0].exit_reason == "plateau"
+    assert result.job_results[0].exit_reason == "plateau"
 
     page = (Path(result.run_dir) / "report.html").read_text(encoding="utf-8")
     assert "plateau" in page

@@ -72,8 +72,8 @@ def test_run_directory_holds_what_the_readme_says(tuned: tuple[alto.Task, alto.T
 
 def test_best_is_the_best_of_all_jobs(tuned: tuple[alto.Task, alto.TaskResult, list[Any]]) -> None:
     _, result, _ = tuned
-    assert [job.job for job in result.jobs] == ["job-000", "job-001", "job-002", "job-003"]
-    assert result.best_validation_loss == min(job.best_validation_loss for job in result.jobs)
+    assert [job.job for job in result.job_results] == ["job-000", "job-001", "job-002", "job-003"]
+    assert result.best_validation_loss == min(job.best_validation_loss for job in result.job_results)
     winner = Path(result.run_dir) / "jobs" / result.best_job / "best" / "adapter_model.safetensors"
     assert (Path(result.adapter_dir) / winner.name).read_bytes() == winner.read_bytes()
 
@@ -81,14 +81,14 @@ def test_best_is_the_best_of_all_jobs(tuned: tuple[alto.Task, alto.TaskResult, l
 def test_metrics_tell_the_winner_and_the_saving(tuned: tuple[alto.Task, alto.TaskResult, list[Any]]) -> None:
     task, result, _ = tuned
     metrics = json.loads((Path(result.adapter_dir) / "metrics.json").read_text())
-    best = next(job for job in result.jobs if job.job == result.best_job)
+    best = next(job for job in result.job_results if job.job == result.best_job)
     assert metrics["job"] == result.best_job
     assert metrics["config"] == json.loads(json.dumps(dict(best.config)))
     assert metrics["validation_loss"] == result.best_validation_loss
     assert metrics["step"] == best.best_step
     assert metrics["num_jobs"] == len(task.jobs)
     assert metrics["samples_budgeted"] == 4 * 5 * 24
-    assert metrics["samples_trained"] == sum(job.samples_trained for job in result.jobs)
+    assert metrics["samples_trained"] == sum(job.samples_trained for job in result.job_results)
     assert metrics["samples_saved"] == pytest.approx(result.samples_saved, abs=1e-6)
 
 
@@ -148,7 +148,7 @@ def test_paper_listing(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     results = engine.batched_execution(tasks, schedule, early_exit)
     assert [result.task for result in results] == ["long", "short"]
     for result in results:
-        assert sum(job.exit_reason is not alto.ExitReason.UNDERPERFORMING for job in result.jobs) == 1
+        assert sum(job.exit_reason is not alto.ExitReason.UNDERPERFORMING for job in result.job_results) == 1
         started = read_journal(result.run_dir)[0]
         assert started["early_exit"]["policy"] == "paper"
         assert started["early_exit"]["rungs"] == [[0.05, 0.25]]
@@ -158,7 +158,7 @@ def test_paper_listing(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_without_schedule_and_settings_each_task_keeps_its_own(model: Path, tmp_path: Path) -> None:
     task = make_task(tmp_path, model=str(model), max_steps=2, early_exit=False, r=4, search_space={"lr": [1e-3]})
     (result,) = alto.Engine(output_dir=tmp_path / "runs").batched_execution([task])
-    assert [job.exit_reason for job in result.jobs] == [None]
+    assert [job.exit_reason for job in result.job_results] == [None]
     assert read_journal(result.run_dir)[0]["early_exit"]["enabled"] is False
 
 
@@ -331,5 +331,5 @@ def test_a_failure_before_the_first_event_is_told_as_it_was(
 
 def test_losses_are_finite_numbers(tuned: tuple[alto.Task, alto.TaskResult, list[Any]]) -> None:
     _, result, _ = tuned
-    assert all(math.isfinite(job.best_validation_loss) for job in result.jobs)
+    assert all(math.isfinite(job.best_validation_loss) for job in result.job_results)
     assert result.duration_s > 0

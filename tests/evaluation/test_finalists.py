@@ -17,7 +17,7 @@ from alto.data import Message
 from alto.engine import runner
 from alto.errors import DataError, SpecError, TaskInterruptedError, UnsupportedError
 from alto.evaluation import FinalistJudge
-from alto.records import Judgement, TaskResult
+from alto.records import Judgement
 from alto.runs import JournalEntry
 from alto.runs.events import JobCompleted
 from alto.spec import Scoring
@@ -64,13 +64,13 @@ class Judge:
         return Judgement(scorer=self.scorer, rows=rows)
 
 
-def tune(task: alto.Task, judge: Judge, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> TaskResult:
+def tune(task: alto.Task, judge: Judge, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> alto.TaskResult:
     monkeypatch.setattr(runner, "FinalistJudge", lambda *_: judge)
     return alto.Engine(output_dir=Path(task.dataset).parent / "runs", **settings).tune(task)
 
 
-def by_loss(result: TaskResult) -> list[str]:
-    return [job.job for job in sorted(result.jobs, key=lambda job: job.best_validation_loss)]
+def by_loss(result: alto.TaskResult) -> list[str]:
+    return [job.job for job in sorted(result.job_results, key=lambda job: job.best_validation_loss)]
 
 
 def test_the_best_answers_win_and_everything_says_so(task: alto.Task, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from alto.data import HeldoutRows, Message, Pair, encode_conversation, encode_pr
 from alto.errors import DataError, NoResultError, SpecError, TargetModuleError
 from alto.evaluation import EvaluationSettings, measure
 from alto.lora import AdapterWeights, SavedAdapter, read_saved_adapter
-from alto.records import Evaluation, EvaluationResult, TaskResult
+from alto.records import Evaluation, EvaluationResult
 from alto.spec import BaseModelSpec
 
 # PEFT asks transformers for a property under its old name.
@@ -40,7 +40,7 @@ def write_sums(path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[alto.Task, TaskResult]:
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[alto.Task, alto.TaskResult]:
     """alto-tiny has learned its eight validation rows by heart: they are its training rows too."""
     folder = tmp_path_factory.mktemp("tuned")
     sums = str(write_sums(folder / "sums.jsonl"))
@@ -54,12 +54,12 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[alto.Task, TaskResu
 
 
 @pytest.fixture(scope="module")
-def adapter(tuned: tuple[alto.Task, TaskResult]) -> SavedAdapter:
+def adapter(tuned: tuple[alto.Task, alto.TaskResult]) -> SavedAdapter:
     return read_saved_adapter(Path(tuned[1].adapter_dir))
 
 
 @pytest.fixture(scope="module")
-def rows(tuned: tuple[alto.Task, TaskResult]) -> HeldoutRows:
+def rows(tuned: tuple[alto.Task, alto.TaskResult]) -> HeldoutRows:
     return dataclasses.replace(read_heldout_rows(tuned[0], None), name="sums")
 
 
@@ -88,7 +88,7 @@ def of_mine(found: EvaluationResult) -> Evaluation:
 
 
 def test_the_loss_is_what_the_run_calls_validation_loss(
-    tuned: tuple[alto.Task, TaskResult], adapter: SavedAdapter, rows: HeldoutRows
+    tuned: tuple[alto.Task, alto.TaskResult], adapter: SavedAdapter, rows: HeldoutRows
 ) -> None:
     for max_tokens_per_pass in (4096, 40):
         found = run(adapter, rows, metric="loss", max_tokens_per_pass=max_tokens_per_pass)
@@ -240,7 +240,7 @@ def pairs(rows: HeldoutRows) -> HeldoutRows:
 
 
 def test_the_preference_is_what_replies_have_gained_on_the_base(
-    adapter: SavedAdapter, pairs: HeldoutRows, tuned: tuple[alto.Task, TaskResult]
+    adapter: SavedAdapter, pairs: HeldoutRows, tuned: tuple[alto.Task, alto.TaskResult]
 ) -> None:
     found = run(adapter, pairs, max_tokens_per_pass=60)
     assert (of_mine(found).loss, of_mine(found).exact_match, found.predictions) == (None, None, ())

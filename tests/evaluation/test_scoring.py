@@ -21,7 +21,7 @@ from alto.errors import SpecError, TaskInterruptedError, UntrustedCodeError
 from alto.evaluation import finalists
 from alto.evaluation.scorers import Answer, OnTurn, ScorerFailedError
 from alto.export import final_summary
-from alto.records import Judgement, TaskResult
+from alto.records import Judgement
 from alto.runs import JournalEntry, read_history
 from alto.runs.events import FinalistsJudged, JobCompleted
 
@@ -48,12 +48,12 @@ def task(tmp_path: Path, model: Path) -> alto.Task:
     )
 
 
-def tune(task: alto.Task) -> TaskResult:
+def tune(task: alto.Task) -> alto.TaskResult:
     return alto.Engine(output_dir=Path(task.dataset).parent / "runs").tune(task)
 
 
-def by_loss(result: TaskResult) -> list[str]:
-    return [job.job for job in sorted(result.jobs, key=lambda job: job.best_validation_loss)]
+def by_loss(result: alto.TaskResult) -> list[str]:
+    return [job.job for job in sorted(result.job_results, key=lambda job: job.best_validation_loss)]
 
 
 def summary(run: str) -> str:

@@ -15,7 +15,7 @@ from tiny import curves_of, make_task, read_journal, run_task
 from alto.early_exit import audit, selection_of
 from alto.errors import NoResultError
 from alto.lora import read_adapter
-from alto.records import ExitReason, TaskResult
+from alto.records import ExitReason, TaskOutcome
 from alto.runs import Action, Answer, Mailbox, RunDir, read_history
 from alto.spec import EarlyExit
 
@@ -41,7 +41,7 @@ class Commanded:
         self._plan: list[tuple[Callable[[Mapping[str, Any]], bool], Callable[[], str]]] = []
         self._ids: list[str] = []
         self.answers: list[Answer | None] = []
-        self.result: TaskResult | None = None
+        self.result: TaskOutcome | None = None
 
     def at(self, action: Action, job: str, *, event: str, of: str | None = None, step: int = 0, **options: Any) -> None:
         """Send a command when ``event`` of job ``of`` (by default the job itself) has been journalled."""

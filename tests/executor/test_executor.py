@@ -17,7 +17,7 @@ from alto.early_exit import Recording, audit, policy_from, replay, selection_of
 from alto.errors import NoResultError
 from alto.executor import BankSize, MicroBatches, TaskContext, build_trainer, initial_states
 from alto.lora import read_adapter
-from alto.records import ExitReason, Rung, TaskResult
+from alto.records import ExitReason, Rung, TaskOutcome
 from alto.runs import RunDir
 from alto.spec import EarlyExit, Task
 from alto.spec.rungs import rung_step
@@ -39,7 +39,7 @@ class Run:
     """A task that has been run."""
 
     task: Task
-    result: TaskResult
+    result: TaskOutcome
     root: Path
     events: list[dict[str, Any]]
 

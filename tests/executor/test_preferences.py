@@ -21,7 +21,7 @@ from alto.early_exit import audit, selection_of
 from alto.errors import RunError, TaskInterruptedError
 from alto.executor import Hooks, RunStart, TaskContext, TaskSession, recover, run_alone
 from alto.executor.recovery import check_jobs
-from alto.records import ExitReason, TaskResult
+from alto.records import ExitReason, TaskOutcome
 from alto.runs import Action, Journal, JournalEntry, Mailbox, Observer, RunDir, read_history, task_result
 from alto.runs.events import JobEvaluated, TaskStarted, decode
 from alto.spec import EarlyExit, Task, load_task
@@ -72,7 +72,7 @@ def make_run(folder: Path, **changes: Any) -> RunDir:
 
 def train(
     run_dir: RunDir, observers: Sequence[Observer] = (), *, is_interrupted: Callable[[], bool] | None = None
-) -> TaskResult:
+) -> TaskOutcome:
     """Begin the run, or go on with it."""
     task, resume_state, tokenizer = load_task(run_dir.task_file), recover(run_dir), load_tokenizer()
     backbone = Backbone(random_llama(len(tokenizer)), tokenizer, "random-llama")
@@ -105,7 +105,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     return run_dir
 
 
-def result_of(run_dir: RunDir) -> TaskResult:
+def result_of(run_dir: RunDir) -> TaskOutcome:
     return task_result(read_history(run_dir.root), run_dir)
 
 

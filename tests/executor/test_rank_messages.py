@@ -16,7 +16,7 @@ from alto.errors import RankConnectionError
 from alto.executor import Ranks, ResumeState
 from alto.executor.ranks import _codec, _decoded, _encoded, prove_connections
 from alto.executor.session import ControlInputs
-from alto.records import ExitReason, JobResult, TaskResult
+from alto.records import ExitReason, JobResult, TaskOutcome
 from alto.runs import Action, Command
 
 JOB = JobResult(
@@ -31,7 +31,7 @@ JOB = JobResult(
     samples_trained=6,
     samples_budgeted=18,
 )
-RESULT = TaskResult(
+RESULT = TaskOutcome(
     task="tiny",
     run_dir="/runs/tiny",
     adapter_dir="/runs/tiny/best",
@@ -49,8 +49,8 @@ PAST = ResumeState(
 )
 VALUES: list[tuple[Any, Any]] = [
     (True, bool),
-    (None, TaskResult | None),
-    (RESULT, TaskResult | None),
+    (None, TaskOutcome | None),
+    (RESULT, TaskOutcome | None),
     (PAST, ResumeState),
     (ControlInputs(commands=[COMMAND], is_interrupted=True), ControlInputs),
 ]
@@ -66,9 +66,9 @@ def test_a_value_comes_out_as_it_went_in(value: Any, kind: Any) -> None:
     "text", [b"", b"\x80\x04\x95\x00", b"\xff\xfe", b"{}", b'{"is_interrupted": "perhaps"}', b"[" * 100_000]
 )
 def test_what_is_no_value_of_the_type_is_refused(text: bytes) -> None:
-    codec = _codec(TaskResult)
+    codec = _codec(TaskOutcome)
     with pytest.raises(RankConnectionError, match="from the first rank, found something else"):
-        _decoded(codec, text, TaskResult)
+        _decoded(codec, text, TaskOutcome)
 
 
 def values_of_the_first_rank_reach_all() -> None:

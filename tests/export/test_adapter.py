@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from alto.export.adapter import export_best
-from alto.records import ExitReason, JobResult, LabelSet, TaskResult
+from alto.records import ExitReason, JobResult, LabelSet, TaskOutcome
 
 CONFIG = {"learning_rate": 3e-4, "r": 8, "target_modules": "all-linear"}
 
@@ -33,9 +33,9 @@ def job(name: str, loss: float, **changes: Any) -> JobResult:
 
 
 @pytest.fixture
-def result(tmp_path: Path) -> TaskResult:
+def result(tmp_path: Path) -> TaskOutcome:
     loser = job("job-000", 2.5, config={"r": 99}, exit_reason=ExitReason.UNDERPERFORMING, samples_trained=25)
-    return TaskResult(
+    return TaskOutcome(
         task="sums",
         run_dir=str(tmp_path),
         adapter_dir=str(tmp_path / "best"),
@@ -60,7 +60,7 @@ def base_model_of(folder: Path) -> str:
     return name
 
 
-def test_folder_holds_the_winner_and_its_numbers(result: TaskResult, best_of_job: Path) -> None:
+def test_folder_holds_the_winner_and_its_numbers(result: TaskOutcome, best_of_job: Path) -> None:
     folder = export_best(
         result,
         best_of_job,
@@ -91,7 +91,7 @@ def test_folder_holds_the_winner_and_its_numbers(result: TaskResult, best_of_job
     }
 
 
-def test_a_classifier_keeps_its_labels_and_its_card_loads_it_with_them(result: TaskResult, best_of_job: Path) -> None:
+def test_a_classifier_keeps_its_labels_and_its_card_loads_it_with_them(result: TaskOutcome, best_of_job: Path) -> None:
     labels = LabelSet(problem_type="single_label_classification", names=("bad", "good"))
     keys = {
         "model": "m",
@@ -108,14 +108,14 @@ def test_a_classifier_keeps_its_labels_and_its_card_loads_it_with_them(result: T
     assert json.loads((folder / "labels.json").read_text())["label2id"] == {"bad": 0, "good": 1}
 
 
-def test_the_job_keeps_its_own_copy(result: TaskResult, best_of_job: Path) -> None:
+def test_the_job_keeps_its_own_copy(result: TaskOutcome, best_of_job: Path) -> None:
     export_best(
         result, best_of_job, base_model_of, model="m", model_class="AutoModelForCausalLM", dataset="d", method="sft"
     )
     assert sorted(path.name for path in best_of_job.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
 
 
-def test_card_names_base_and_loss_and_its_header_is_yaml(result: TaskResult, best_of_job: Path) -> None:
+def test_card_names_base_and_loss_and_its_header_is_yaml(result: TaskOutcome, best_of_job: Path) -> None:
     folder = export_best(
         result,
         best_of_job,
@@ -138,7 +138,7 @@ def test_card_names_base_and_loss_and_its_header_is_yaml(result: TaskResult, bes
     assert 'from_pretrained("/models/o\'base")' in code
 
 
-def test_the_card_of_a_model_that_reads_images_names_its_class(result: TaskResult, best_of_job: Path) -> None:
+def test_the_card_of_a_model_that_reads_images_names_its_class(result: TaskOutcome, best_of_job: Path) -> None:
     facts = {"model": "m", "dataset": "d", "method": "sft"}
     folder = export_best(result, best_of_job, base_model_of, model_class="AutoModelForImageTextToText", **facts)
     card = (folder / "README.md").read_text(encoding="utf-8")
@@ -149,7 +149,7 @@ def test_the_card_of_a_model_that_reads_images_names_its_class(result: TaskResul
 
 
 @pytest.fixture
-def chosen_by_accuracy(result: TaskResult) -> TaskResult:
+def chosen_by_accuracy(result: TaskOutcome) -> TaskOutcome:
     metrics = {"reward_accuracy": 0.715, "reward_margin": 0.21, "kl": float("nan")}
     loser, winner = result.jobs
     jobs = (loser, replace(winner, best_metrics=metrics))
@@ -157,7 +157,7 @@ def chosen_by_accuracy(result: TaskResult) -> TaskResult:
 
 
 def test_what_was_measured_beside_the_loss_goes_with_the_adapter(
-    chosen_by_accuracy: TaskResult, best_of_job: Path
+    chosen_by_accuracy: TaskOutcome, best_of_job: Path
 ) -> None:
     folder = export_best(
         chosen_by_accuracy,
@@ -179,7 +179,7 @@ def test_what_was_measured_beside_the_loss_goes_with_the_adapter(
     assert "| r | 8 |" in settings
 
 
-def test_exporting_again_replaces(result: TaskResult, best_of_job: Path) -> None:
+def test_exporting_again_replaces(result: TaskOutcome, best_of_job: Path) -> None:
     export_best(
         result, best_of_job, base_model_of, model="m", model_class="AutoModelForCausalLM", dataset="d", method="sft"
     )

@@ -225,7 +225,7 @@ def test_a_run_may_go_on_with_fewer_slots(stopped: Path) -> None:
     change_task(stopped, max_slots=1)
     result = alto.Engine().resume(stopped)
     assert audit(entries(read_journal(stopped))) == ()
-    assert all(job.exit_reason or job.steps == job.total_steps for job in result.jobs)
+    assert all(job.exit_reason or job.steps == job.total_steps for job in result.job_results)
 
 
 def test_a_finished_run_without_its_winner_says_so(model: Path, tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def facts(run_dir: str | Path) -> object:
 
 
 def losses(result: alto.TaskResult) -> dict[str, float]:
-    return {job.job: job.best_validation_loss for job in result.jobs}
+    return {job.job: job.best_validation_loss for job in result.job_results}
 
 
 def test_ranks_give_the_result_of_one_process(
@@ -82,7 +82,7 @@ def test_ranks_give_the_result_of_one_process(
     result, _ = undisturbed
     assert result.best_job == alone.best_job
     assert losses(result) == pytest.approx(losses(alone), rel=1e-4)
-    assert [job.exit_reason for job in result.jobs] == [job.exit_reason for job in alone.jobs]
+    assert [job.exit_reason for job in result.job_results] == [job.exit_reason for job in alone.job_results]
     ranks_of_events = [event["ranks"] for event in read_journal(result.run_dir) if "ranks" in event]
     assert sorted(ranks_of_events[:4]) == [[0], [0], [1], [1]]
     assert ranks_of_events[-1] == [0, 1]

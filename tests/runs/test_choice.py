@@ -35,7 +35,7 @@ def test_a_winner_that_was_ended_as_underperforming_comes_with_the_reason(small_
     small_run[-1] |= {"best_job": "b", "best_validation_loss": 1.8}
     (note,) = choice_notes(RunHistory.of(entries(small_run)))
     assert "b was ended as underperforming at 10 % of its steps, as rank 3 of 3, and won nevertheless with its" in note
-    assert note.endswith("Later rungs, or early_exit: {preset: cautious}, let more jobs train for longer.")
+    assert note.endswith("A larger early_exit.min_kept, or later rungs, lets more jobs train for longer.")
     small_run[0]["early_exit"]["policy"] = "paper"
     (note,) = choice_notes(RunHistory.of(entries(small_run)))
     assert note.endswith("A larger select_ratio lets more jobs train for longer.")

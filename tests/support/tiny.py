@@ -15,7 +15,7 @@ from alto.data import TaskData, read_task_rows
 from alto.early_exit import journal as loss_records
 from alto.early_exit.journal import Curves
 from alto.executor import RunStart, TaskContext, TaskSession, run_alone
-from alto.records import TaskResult
+from alto.records import TaskOutcome
 from alto.runs import Journal, Observer, RunDir, read_history, task_result
 from alto.runs.events import decode
 from alto.spec import Task
@@ -80,7 +80,7 @@ def load_tiny(task: Task) -> tuple[Backbone, TaskData]:
     return Backbone(random_llama(len(tokenizer)), tokenizer, "random-llama"), read_task_rows(task).encode(tokenizer)
 
 
-def run_task(task: Task, run_dir: RunDir, observers: Sequence[Observer] = ()) -> TaskResult:
+def run_task(task: Task, run_dir: RunDir, observers: Sequence[Observer] = ()) -> TaskOutcome:
     """Train ``task`` on the random Llama."""
     backbone, data = load_tiny(task)
     with Journal(run_dir.journal_file, observers) as journal:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from alto.cli import evaluate, job, plan, preview, queue, report, resume, run, show, simulate, tune
+from alto.cli import compare, evaluate, job, plan, preview, queue, report, resume, run, show, simulate, tune
 from alto.cli.output import print_error
 from alto.errors import AltoError
 
@@ -33,6 +33,7 @@ app.command()(queue.cancel)
 app.command()(queue.drain)
 app.command("list")(queue.list_tasks)
 app.command()(report.report)
+app.command()(compare.compare)
 app.command()(preview.preview)
 app.command("eval")(evaluate.evaluate)
 

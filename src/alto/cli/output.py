@@ -9,15 +9,17 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
 from alto.errors import AltoError
-from alto.records import TaskResult
 from alto.runs import JournalEntry, Observer, QueueProgress
+
+if TYPE_CHECKING:
+    from alto.results import TaskResult
 
 __all__ = ["print_error", "print_json", "print_notices", "progress", "queue_progress", "result_facts"]
 
@@ -87,7 +89,7 @@ def print_json(facts: Mapping[str, Any]) -> None:
 
 def result_facts(result: TaskResult) -> dict[str, Any]:
     """A task's result as plain values."""
-    return {**dataclasses.asdict(result), "samples_saved": result.samples_saved}
+    return {**dataclasses.asdict(result.outcome), "samples_saved": result.samples_saved}
 
 
 def _strict(value: Any) -> Any:

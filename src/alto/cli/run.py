@@ -13,12 +13,12 @@ from alto.cli.interrupt import catching_signals
 from alto.cli.options import AsJson, OutputDir, Overrides, Quiet, Strategy
 from alto.cli.output import print_error, print_json, print_notices, queue_progress, result_facts
 from alto.errors import SpecError, TaskInterruptedError
-from alto.records import TaskResult
 from alto.runs import QueueDir, QueueProgress
 from alto.spec import load_task
 
 if TYPE_CHECKING:
     from alto.engine import Engine
+    from alto.results import TaskResult
 
 __all__ = ["run", "work_on_queue"]
 

@@ -13,11 +13,11 @@ from alto.cli.interrupt import catching_signals
 from alto.cli.options import AsJson, OutputDir, Overrides, Quiet, Strategy
 from alto.cli.output import print_error, print_json, print_notices, progress, result_facts
 from alto.errors import TaskInterruptedError
-from alto.records import TaskResult
 from alto.spec import load_task
 
 if TYPE_CHECKING:
     from alto.engine import Engine
+    from alto.results import TaskResult
 
 __all__ = ["train", "tune"]
 
@@ -68,6 +68,7 @@ def train(
                     output_dir=output_dir,
                     observers=observers,
                     is_interrupted=interrupt.requested,
+                    progress=False,
                 )
                 result = work(engine)
         except TaskInterruptedError as error:

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from alto.errors import DeviceBusyError
-from alto.runs import LockFile, cache_home, write_error
+from alto.runs import LockFile, write_error
+from alto.spec.cache_home import cache_home
 
 __all__ = ["DeviceLocks"]
 

@@ -19,8 +19,9 @@ from alto.data.task_data import TaskData
 from alto.data.task_rows import ReadRows, TaskRows
 from alto.data.token_cache import TokenCache
 from alto.records import ModelLimits
-from alto.runs import cache_home, replace_file
+from alto.runs import replace_file
 from alto.spec import Task
+from alto.spec.cache_home import cache_home
 from alto.spec.data_keys import DataKeys
 from alto.spec.method import find_method, learns_from_pairs
 

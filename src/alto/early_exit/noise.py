@@ -7,12 +7,9 @@ import statistics
 from collections.abc import Iterable
 from typing import Protocol, TypeVar
 
-__all__ = ["Scored", "is_better", "is_within_noise", "leading_group", "ordered", "student_quantile"]
+from alto.records.intervals import student_quantile
 
-_NORMAL = statistics.NormalDist().inv_cdf(0.975)
-_STUDENT = {1: 12.706, 2: 4.303, 3: 3.182}
-"""The 97.5 % quantiles of Student's distribution that the expansion below misses by more than 2 %."""
-
+__all__ = ["Scored", "is_better", "is_within_noise", "leading_group", "ordered"]
 
 class Scored(Protocol):
     """An object with a score: an evaluation, or a job's standing; see :class:`alto.records.LossPoint`."""
@@ -123,14 +120,3 @@ def _by_loss(item: Scored) -> tuple[float, str]:
 
 def _by_score(item: Scored) -> tuple[float, float, str]:
     return (-item.score, item.validation_loss, item.job)
-
-
-def student_quantile(degrees: int) -> float:
-    """The 97.5 % quantile of Student's distribution; above three degrees of freedom by the first terms of Cornish and
-    Fisher, within 2 %."""
-    if degrees in _STUDENT:
-        return _STUDENT[degrees]
-    z = _NORMAL
-    first = (z**3 + z) / (4 * degrees)
-    second = (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
-    return z + first + second

@@ -7,8 +7,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from alto.early_exit.noise import leading_group, student_quantile
+from alto.early_exit.noise import leading_group
 from alto.records import FinalistScore, Judgement, LossPoint
+from alto.records.intervals import student_quantile
 
 __all__ = ["choose", "interval_of", "scores_of"]
 

@@ -18,13 +18,15 @@ from alto.engine.packing import packed_as
 from alto.engine.queue_setup import QueueSetup
 from alto.engine.queues import QueueRunner
 from alto.engine.runner import TaskRunner, portable
+from alto.engine.showing import show_result, shown
 from alto.engine.task_queue import TaskQueue
 from alto.errors import RunNotFoundError, SpecError
 from alto.evaluation import EvaluationSettings, OnProgress, add_evaluation, check_metrics, find_target, measure
 from alto.executor import ResumeState, check_base, model_notes
 from alto.executor.profiling import USUAL_TOKENS_PER_PASS
 from alto.export import write_report
-from alto.records import DataPreview, EvaluationResult, GenerationBackend, Metric, Schedule, TaskPlan, TaskResult
+from alto.records import DataPreview, EvaluationResult, GenerationBackend, Metric, Schedule, TaskPlan
+from alto.results import TaskResult
 from alto.runs import Observer, RunDir, in_background, load_run_task, read_intact_events
 from alto.spec import BaseModelSpec, EarlyExit, Task
 
@@ -59,6 +61,8 @@ class Engine:
             `TaskMeasured` of each that is measured before the queue begins, then the queue's entries, and every entry
             of a task in a `TaskRelayed`.
         is_interrupted: Called between steps; once it returns true, what runs stops and can be resumed.
+        progress: Whether :meth:`tune` and :meth:`resume` show the run and its table of jobs on the standard output. None
+            shows them in a terminal and in a notebook.
 
     Raises:
         SpecError: The strategy is unknown, or a count is below 1.
@@ -72,6 +76,7 @@ class Engine:
     output_dir: str | Path = "runs"
     observers: Sequence[Observer] = ()
     is_interrupted: Callable[[], bool] | None = None
+    progress: bool | None = None
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
@@ -113,8 +118,10 @@ class Engine:
         if packing_from is not None:
             num_ranks = task.num_gpus if self._is_launched(task) else 1
             task = packed_as(portable(task), packing_from, device_name(self._device), num_ranks)
-        with self._runner_of(task) as runner:
-            return runner.begin(task, Path(self.output_dir))
+        with self._shown_runner_of(task) as runner:
+            result = TaskResult(runner.begin(task, Path(self.output_dir)))
+        show_result(result, self.progress)
+        return result
 
     def plan(self, task: Task, *, refresh: bool = False) -> TaskPlan:
         """Plan ``task``: memory, packing, time. Measured unless a measurement is cached; trains nothing and writes no
@@ -151,15 +158,17 @@ class Engine:
         run_dir = RunDir.open(run)
         if _is_finished(run_dir):
             with in_background(self.observers) as observers:
-                return self._here(observers).resume(run_dir, trust_remote_code=trust_remote_code)
+                return TaskResult(self._here(observers).resume(run_dir, trust_remote_code=trust_remote_code))
         task = load_run_task(run_dir, trust_remote_code=trust_remote_code)
         is_other = num_gpus is not None and num_gpus != task.num_gpus
         task = task.replace(num_gpus=num_gpus) if is_other else task
-        with self._runner_of(task) as runner:
+        with self._shown_runner_of(task) as runner:
             if is_other:
                 with run_dir.locked():
                     run_dir.resolve(task)
-            return runner.resume(run_dir, trust_remote_code=trust_remote_code)
+            result = TaskResult(runner.resume(run_dir, trust_remote_code=trust_remote_code))
+        show_result(result, self.progress)
+        return result
 
     def preview(self, task: Task, *, num_rows: int = 3) -> DataPreview:
         """The data of ``task`` as it would be trained, and its first ``num_rows`` examples; no weights are read.
@@ -345,10 +354,16 @@ class Engine:
             yield QueueRunner(self._setup, observers=observers, is_interrupted=self.is_interrupted)
 
     @contextlib.contextmanager
-    def _runner_of(self, task: Task) -> Iterator[TaskRunner | LaunchedRunner]:
+    def _shown_runner_of(self, task: Task) -> Iterator[TaskRunner | LaunchedRunner]:
+        """The runner of ``task``, which is shown while it runs."""
+        with shown(self.progress) as views, self._runner_of(task, views) as runner:
+            yield runner
+
+    @contextlib.contextmanager
+    def _runner_of(self, task: Task, views: Sequence[Observer] = ()) -> Iterator[TaskRunner | LaunchedRunner]:
         """The runner of ``task``: in this process, or with one process per rank."""
         is_launched = self._is_launched(task)
-        with in_background(self.observers) as observers:
+        with in_background((*self.observers, *views)) as observers:
             if is_launched:
                 yield LaunchedRunner(observers=observers, is_interrupted=self.is_interrupted)
             else:

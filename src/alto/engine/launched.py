@@ -17,7 +17,7 @@ from alto.engine.runner import portable
 from alto.engine.work import PLAN, PLAN_ANEW, PLAN_FILE, TRAIN
 from alto.errors import AltoError, ProfileError, RunError, RunNotFoundError, TaskInterruptedError
 from alto.executor import read_refusal
-from alto.records import TaskPlan, TaskResult
+from alto.records import TaskPlan, TaskOutcome
 from alto.runs import (
     Journal,
     JournalEntry,
@@ -27,7 +27,7 @@ from alto.runs import (
     load_run_task,
     read_history,
     read_intact_entries,
-    task_result,
+    task_outcome,
 )
 from alto.runs.events import CheckpointSaved, TaskRelayed, TaskResumed
 from alto.scheduler import schedule_tasks
@@ -51,7 +51,7 @@ class LaunchedRunner:
         self._observers = tuple(observers)
         self._is_interrupted = is_interrupted or (lambda: False)
 
-    def begin(self, task: Task, output_dir: Path) -> TaskResult:
+    def begin(self, task: Task, output_dir: Path) -> TaskOutcome:
         """Train ``task`` in a new run directory, of which nothing is left where the task is at fault and cannot
         begin."""
         chosen_trackers(task)
@@ -70,7 +70,7 @@ class LaunchedRunner:
                         output_dir.rmdir()
             raise
 
-    def resume(self, run_dir: RunDir, *, trust_remote_code: bool) -> TaskResult:
+    def resume(self, run_dir: RunDir, *, trust_remote_code: bool) -> TaskOutcome:
         """Train a run from its last checkpoint."""
         with run_dir.locked():
             # Under the lock: another process that works on the run would hold it for a while.
@@ -91,10 +91,10 @@ class LaunchedRunner:
             f"task {task.name!r}: expected to measure what it takes on {task.num_gpus} ranks, found {ended.reason}"
         )
 
-    def _train(self, run_dir: RunDir, task: Task) -> TaskResult:
+    def _train(self, run_dir: RunDir, task: Task) -> TaskOutcome:
         ended, num_in_vain = self._launch(TRAIN, run_dir, task)
         if ended.outcome is Outcome.FINISHED or has_result(run_dir):
-            result = task_result(read_history(run_dir.root), run_dir)
+            result = task_outcome(read_history(run_dir.root), run_dir)
             return replace(result, notices=(ended.reason,) if ended.reason else ())
         error = _error(ended)
         if error is not None and (ended.outcome is Outcome.FAILED or isinstance(error, TaskInterruptedError)):

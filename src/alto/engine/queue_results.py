@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from alto.errors import AltoError, RunBusyError, TasksFailedError
 from alto.export import write_queue_report
-from alto.records import TaskResult
+from alto.results import TaskResult
 from alto.runs import (
     QueueDir,
     RunDir,
@@ -16,7 +16,7 @@ from alto.runs import (
     has_result,
     read_history,
     read_queue_history,
-    task_result,
+    task_outcome,
 )
 
 __all__ = ["queue_results", "write_report_of"]
@@ -32,7 +32,9 @@ def queue_results(queue_dir: QueueDir) -> list[TaskResult]:
     entries, _ = queue_dir.read()
     failed = history.in_state(TaskStage.FAILED)
     results = [
-        replace(task_result(read_history(run.root), run), notices=_notices_of(history.tasks[entry.task], run))
+        TaskResult(
+            replace(task_outcome(read_history(run.root), run), notices=_notices_of(history.tasks[entry.task], run))
+        )
         for entry in entries
         if has_result(run := queue_dir.run_of(entry.task))
     ]

@@ -28,7 +28,8 @@ from alto.engine.runner import portable
 from alto.engine.task_queue import TaskQueue
 from alto.engine.work import TRAIN
 from alto.errors import RunError, SpecError, TaskInterruptedError, UntrustedCodeError
-from alto.records import Placement, Schedule, TaskEstimate, TaskResult
+from alto.records import Placement, Schedule, TaskEstimate
+from alto.results import TaskResult
 from alto.runs import Journal, JournalEntry, Observer, QueueDir, QueueEntry, has_result, load_run_task
 from alto.runs.events import NO_SEQ, QueuedTask, QueueResumed, QueueStarted, TaskMeasured
 from alto.scheduler import METHODS, SchedulingProblem

@@ -39,8 +39,8 @@ from alto.executor.profiling import pack, plan
 from alto.export import export_best, write_report
 from alto.lora import adapter_base_model
 from alto.objectives import find_objective
-from alto.records import TaskPlan, TaskResult
-from alto.runs import Journal, Observer, RunDir, SilentJournal, load_run_task, read_history, task_result
+from alto.records import TaskPlan, TaskOutcome
+from alto.runs import Journal, Observer, RunDir, SilentJournal, load_run_task, read_history, task_outcome
 from alto.runs.events import BaseDescription
 from alto.search import check_installed
 from alto.spec import MixtureSource, Task, read_run_task
@@ -79,7 +79,7 @@ class TaskRunner:
         self.ranks = ranks or Ranks()
         self._resident_base = resident_base
 
-    def begin(self, task: Task, output_dir: Path) -> TaskResult:
+    def begin(self, task: Task, output_dir: Path) -> TaskOutcome:
         """Train ``task`` in a new run directory."""
         prepared = self._packed(self._prepare(portable(task), ResumeState()))
         run_dir = RunDir.create(output_dir, prepared.context.task)
@@ -87,7 +87,7 @@ class TaskRunner:
             run_alone(run.session)
         return run.result
 
-    def resume(self, run_dir: RunDir, *, trust_remote_code: bool) -> TaskResult:
+    def resume(self, run_dir: RunDir, *, trust_remote_code: bool) -> TaskOutcome:
         """Train a run from its last checkpoint, or from its beginning where there is none.
 
         Args:
@@ -244,15 +244,15 @@ class TaskRunner:
             return SilentJournal()
         return Journal(run_dir.journal_file, observers, past=resume_state.entries, check=run_dir.check_lock)
 
-    def _conclude(self, task: Task, run_dir: RunDir) -> TaskResult:
+    def _conclude(self, task: Task, run_dir: RunDir) -> TaskOutcome:
         """Export what a finished run has not exported yet, and write its report; only the first rank does this."""
         result = self._export(task, run_dir) if self.ranks.is_first else None
-        result = self.ranks.broadcast(result, TaskResult | None)
+        result = self.ranks.broadcast(result, TaskOutcome | None)
         assert result is not None
         return result
 
-    def _export(self, task: Task, run_dir: RunDir) -> TaskResult:
-        result = task_result(read_history(run_dir.root), run_dir)
+    def _export(self, task: Task, run_dir: RunDir) -> TaskOutcome:
+        result = task_outcome(read_history(run_dir.root), run_dir)
         run_dir.check_lock()
         if not run_dir.best.is_dir():
             export_best(
@@ -289,7 +289,7 @@ class OpenRun:
 
     def __init__(self, session: TaskSession | None = None) -> None:
         self._session = session
-        self._result: TaskResult | None = None
+        self._result: TaskOutcome | None = None
 
     @property
     def is_finished(self) -> bool:
@@ -303,12 +303,12 @@ class OpenRun:
         return self._session
 
     @property
-    def result(self) -> TaskResult:
+    def result(self) -> TaskOutcome:
         """Once it has ended."""
         assert self._result is not None, "it has not ended"
         return self._result
 
-    def finish(self, result: TaskResult) -> None:
+    def finish(self, result: TaskOutcome) -> None:
         """Note the result."""
         self._result = result
 

@@ -10,7 +10,7 @@ from alto.cluster import Controller, ControllerStatus, LiveQueue
 from alto.data import read_task_rows
 from alto.engine.queue_results import queue_results
 from alto.engine.runner import portable
-from alto.records import TaskResult
+from alto.results import TaskResult
 from alto.runs import Action, Answer, JournalEntry, QueueDir
 from alto.spec import Task
 

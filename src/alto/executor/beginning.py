@@ -67,6 +67,7 @@ def begin_events(state: TaskState, start: RunStart) -> Iterator[Event]:
         eval_steps=task.eval_steps,
         num_train=len(data.train),
         num_validation=len(data.validation),
+        validation_weights=tuple(data.validation.weights),
         data={**data.counts(), "fingerprint": data_fingerprint(data, context.base.chat_template)},
         notes=(
             *start.resume_state.notes,

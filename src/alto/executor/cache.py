@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from alto.backbone import resolve_model
-from alto.runs import cache_home, replace_file
+from alto.runs import replace_file
+from alto.spec.cache_home import cache_home
 from alto.spec.outside import read_json
 from alto.version import version_of
 

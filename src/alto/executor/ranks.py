@@ -113,7 +113,7 @@ class Ranks:
         """The ``value`` of the first rank; those of the others are ignored.
 
         Args:
-            kind: The type of the value, such as ``bool`` or ``TaskResult | None``: what JSON and back gives an equal
+            kind: The type of the value, such as ``bool`` or ``TaskOutcome | None``: what JSON and back gives an equal
                 value of. A float keeps its bits.
 
         Raises:

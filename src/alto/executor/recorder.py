@@ -216,7 +216,7 @@ class JournalRecorder:
                 is_best=is_best,
                 metrics=found.metrics,
                 metric_rows=found.rows_of(job.context.row_metric),
-                loss_rows=_compact(found.rows_of(LOSS)) if job.step in job.planned.ranking_steps else (),
+                loss_rows=_compact(found.rows_of(LOSS)) if is_best or job.step in job.planned.ranking_steps else (),
                 **_test_facts(test),
             )
         )

@@ -1,6 +1,8 @@
 """The outputs of a run: the best adapter, the report, and progress on the terminal."""
 
 from alto.export.adapter import export_best
+from alto.export.comparison import comparison_table
+from alto.export.notebook import result_html
 from alto.export.plain import PlainView
 from alto.export.plan import plan_text, schedule_text
 from alto.export.preview import preview_text
@@ -15,6 +17,7 @@ __all__ = [
     "LiveView",
     "PlainView",
     "RunHistory",
+    "comparison_table",
     "export_best",
     "final_summary",
     "open_queue_view",
@@ -22,6 +25,7 @@ __all__ = [
     "plan_text",
     "preview_text",
     "queue_summary",
+    "result_html",
     "schedule_text",
     "task_list",
     "watch_run",

@@ -13,7 +13,7 @@ from typing import Any
 from alto.errors import RunNotFoundError
 from alto.export.metrics import format_metric, loss_unit, metric_name
 from alto.export.wording import describe_adapter_check
-from alto.records import JobResult, LabelSet, TaskResult
+from alto.records import JobResult, LabelSet, TaskOutcome
 from alto.runs import replace_file, sync_folder, writing
 from alto.spec.chat_template import TEMPLATE_NAME
 from alto.spec.metric import LOSS
@@ -28,7 +28,7 @@ _PIPELINES = {"AutoModelForImageTextToText": "image-text-to-text"}
 
 
 def export_best(
-    result: TaskResult,
+    result: TaskOutcome,
     best_of_job: Path,
     base_model_of: Callable[[Path], str],
     *,
@@ -87,7 +87,7 @@ def export_best(
     return folder
 
 
-def _metrics(result: TaskResult) -> dict[str, Any]:
+def _metrics(result: TaskOutcome) -> dict[str, Any]:
     best = _best(result)
     return {
         "task": result.task,
@@ -114,7 +114,7 @@ def _strict(value: float) -> float | str:
     return value if math.isfinite(value) else str(value)
 
 
-def _finalists(result: TaskResult) -> dict[str, Any]:
+def _finalists(result: TaskOutcome) -> dict[str, Any]:
     """The scores of the finalists and the winner's own, where answers chose it, or why they did not; else empty."""
     if result.scorer_failure:
         return {"scorer": result.scorer, "scorer_failure": result.scorer_failure}
@@ -141,7 +141,7 @@ class _Card:
     chat_template: str | None
     labels: LabelSet | None
 
-    def text(self, result: TaskResult, base_model: str) -> str:
+    def text(self, result: TaskOutcome, base_model: str) -> str:
         """The card of the best adapter of ``result``."""
         best = _best(result)
         chosen_by = "" if result.metric == LOSS else f" by {metric_name(result.metric)}"
@@ -197,14 +197,14 @@ It was trained with the chat template in `{TEMPLATE_NAME}`, not with the tokeniz
 """
 
 
-def _warning(result: TaskResult) -> str:
+def _warning(result: TaskOutcome) -> str:
     check = result.adapter_check
     if check is None or check.status != "different":
         return ""
     return f"\n> **Warning.** {describe_adapter_check(check)}.\n"
 
 
-def _best(result: TaskResult) -> JobResult:
+def _best(result: TaskOutcome) -> JobResult:
     return next(job for job in result.jobs if job.job == result.best_job)
 
 

@@ -25,11 +25,20 @@ from alto.export.wording import (
 )
 from alto.runs import replace_file, write_error
 
-__all__ = ["render_page", "timestamp", "write_page"]
+__all__ = ["render_fragment", "render_page", "timestamp", "write_page"]
 
 
 def render_page(template: str, **context: Any) -> str:
-    """A page of :mod:`alto.export`'s templates as HTML."""
+    """A page of :mod:`alto.export`'s templates as HTML, which may hold plotly's bundle."""
+    return _environment().get_template(template).render(**context, plotly_js=Markup(_plotly_bundle()))
+
+
+def render_fragment(template: str, **context: Any) -> str:
+    """One of :mod:`alto.export`'s templates that is a part of a page, such as a notebook's, and runs no script."""
+    return _environment().get_template(template).render(**context)
+
+
+def _environment() -> Environment:
     environment = Environment(
         loader=PackageLoader("alto.export"),
         autoescape=True,
@@ -51,7 +60,7 @@ def render_page(template: str, **context: Any) -> str:
         "short_metric": short_metric,
     }
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False}
-    return environment.get_template(template).render(**context, plotly_js=Markup(_plotly_bundle()))
+    return environment
 
 
 def write_page(path: Path, page: str) -> Path:

@@ -32,6 +32,7 @@ from alto.export.wording import (
     varying_keys,
 )
 from alto.runs import RunHistory, Stage, choice_notes, read_history
+from alto.runs.lead import lead_of_winner
 from alto.runs.progress import exit_totals, rung_costs, time_saved_s
 from alto.spec.outside import read_json
 
@@ -108,6 +109,7 @@ def _context(history: RunHistory, run_dir: Path) -> dict[str, Any]:
         "loss_unit": unit,
         "best_metrics": describe_metrics(history.best.best_metrics, table.metrics) if history.best else "",
         "test_loss": history.best.best_test_loss if history.best else None,
+        "lead": lead_of_winner(history),
         "validation": validation,
         "train": train,
         "metric_sections": [

@@ -33,7 +33,7 @@ from alto.records.jobs import (
     exit_reason,
 )
 from alto.records.measurements import MemoryPoint, MemoryProfile, PackingForecast, TaskPlan, Throughput, ThroughputPoint
-from alto.records.results import AdapterCheck, FinalistScore, Judgement, TaskResult
+from alto.records.results import AdapterCheck, FinalistScore, Judgement, Lead, TaskOutcome
 from alto.records.scheduling import (
     MAX_DURATION_S,
     MIN_DURATION_S,
@@ -62,6 +62,7 @@ __all__ = [
     "JobResult",
     "Judgement",
     "LabelSet",
+    "Lead",
     "LossPoint",
     "MemoryPoint",
     "MemoryProfile",
@@ -85,7 +86,7 @@ __all__ = [
     "StartValue",
     "TaskEstimate",
     "TaskPlan",
-    "TaskResult",
+    "TaskOutcome",
     "Throughput",
     "ThroughputPoint",
     "exit_reason",

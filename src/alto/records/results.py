@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from alto.records.jobs import JobResult
 
-__all__ = ["AdapterCheck", "FinalistScore", "Judgement", "TaskResult"]
+__all__ = ["AdapterCheck", "FinalistScore", "Judgement", "Lead", "TaskOutcome"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +86,32 @@ class Judgement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaskResult:
-    """The result of one task: its best job, every job, and its run directory.
+class Lead:
+    """How far the winner leads the next best job, compared row by row on the validation rows.
+
+    Attributes:
+        runner_up: Id of the next best job.
+        metric: What is compared: ``loss``, a metric of the method, or the name of a scorer.
+        difference: Mean over the rows of what the winner is better by; above 0 where it leads.
+        interval: Its 95 % interval over such rows.
+        num_rows: Validation rows.
+    """
+
+    runner_up: str
+    metric: str
+    difference: float
+    interval: tuple[float, float]
+    num_rows: int
+
+    @property
+    def is_within_noise(self) -> bool:
+        """Whether so many rows cannot tell the two apart."""
+        return self.interval[0] <= 0 <= self.interval[1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskOutcome:
+    """How one task ended: its best job, every job, and its run directory.
 
     Attributes:
         best_validation_loss: Of the adapter that was chosen.
@@ -98,6 +122,7 @@ class TaskResult:
             empty where it is, or where the scorer failed.
         scorer: What scored them, or failed to: the name of a scorer, or ``eval_accuracy``; empty where nothing did.
         scorer_failure: Why the scorer failed, so that the metric chose; empty where it did not.
+        lead: How far it leads the next best job; None where there is none, or the values of single rows are not known.
         notes: Notices about how it was chosen, as sentences.
         adapter_check: Whether PEFT loads the best adapter as it was trained; None where the run has no such check.
         notices: Problems beside the result, such as a missing report, with their remedies, as sentences.
@@ -116,6 +141,7 @@ class TaskResult:
     finalists: tuple[FinalistScore, ...] = ()
     scorer: str = ""
     scorer_failure: str = ""
+    lead: Lead | None = None
     notes: tuple[str, ...] = ()
     adapter_check: AdapterCheck | None = None
     notices: tuple[str, ...] = ()

@@ -3,7 +3,7 @@
 from alto.runs.background import FLUSH_TIMEOUT_S, BackgroundObserver, ending_in_time, in_background
 from alto.runs.choice import choice_notes
 from alto.runs.events import Event, JournalEntry
-from alto.runs.files import cache_home, is_disk_full, replace_file, sync_folder, write_error, writing
+from alto.runs.files import is_disk_full, replace_file, sync_folder, write_error, writing
 from alto.runs.fold import NOT_FOLDABLE
 from alto.runs.history import RunHistory, history_before, read_history
 from alto.runs.job_history import JobHistory, Occupancy, RungOutcome, RunStatus, Stage
@@ -22,7 +22,7 @@ from alto.runs.mailbox import Action, Answer, Command, Mailbox, QueueAction, Que
 from alto.runs.queue_dir import QueueDir, QueueEntry
 from alto.runs.queue_history import Attempt, QueueHistory, TaskHistory, TaskStage, gpus_to_json, read_queue_history
 from alto.runs.queue_progress import QueueProgress
-from alto.runs.result import has_result, task_result
+from alto.runs.result import has_result, task_outcome
 from alto.runs.run_dir import RunDir
 from alto.runs.tail import JournalTail
 from alto.runs.trust import load_run_task
@@ -59,7 +59,6 @@ __all__ = [
     "Stage",
     "TaskHistory",
     "TaskStage",
-    "cache_home",
     "choice_notes",
     "cut_journal",
     "ending_in_time",
@@ -77,7 +76,7 @@ __all__ = [
     "read_queue_history",
     "replace_file",
     "sync_folder",
-    "task_result",
+    "task_outcome",
     "write_error",
     "writing",
 ]

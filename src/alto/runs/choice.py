@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from alto.records import ExitReason
+from alto.records import ExitReason, Lead
 from alto.runs.events import RungScored
 from alto.runs.history import RunHistory
 from alto.runs.job_history import JobHistory
+from alto.runs.lead import lead_of_winner
 from alto.spec.metric import LOSS, loss_scale
 
 __all__ = ["choice_notes"]
@@ -28,6 +29,9 @@ def choice_notes(history: RunHistory) -> tuple[str, ...]:
         notes.append(_what_failed(history, winner))
     if tied := [other.job for other in history.result.within_noise]:
         notes.append(_what_rows_cannot_tell(history, winner, tied))
+    lead = lead_of_winner(history)
+    if lead is not None and lead.metric == LOSS and lead.is_within_noise:
+        notes.append(_what_losses_cannot_tell(winner, lead))
     if winner.exit_reason == ExitReason.UNDERPERFORMING:
         notes.append(_why_underperforming(history, winner))
     if winner.exit_reason == ExitReason.BUDGET:
@@ -70,6 +74,14 @@ def _what_rows_cannot_tell(history: RunHistory, winner: JobHistory, tied: Sequen
     return f"{metric}: {num_rows} validation rows cannot separate {winner.job} from {names}; {decided} decided."
 
 
+def _what_losses_cannot_tell(winner: JobHistory, lead: Lead) -> str:
+    low, high = lead.interval
+    return (
+        f"loss: {lead.num_rows} validation rows cannot separate {winner.job} from {lead.runner_up}: its loss is lower by "
+        f"{lead.difference:.2g}, with a 95 % interval from {low:.2g} to {high:.2g}."
+    )
+
+
 def _why_underperforming(history: RunHistory, winner: JobHistory) -> str:
     evidence = {key: float(value) for key, value in winner.exit_evidence.items()}
     rank = f", as rank {evidence['rank']:.0f} of {evidence['num_competing']:.0f}" if "num_competing" in evidence else ""
@@ -82,7 +94,7 @@ def _why_underperforming(history: RunHistory, winner: JobHistory) -> str:
         if history.result is not None and history.result.within_noise:
             why = "no finalist had a score that is better by more than noise"
     is_papers = history.started is not None and history.started.early_exit.get("policy") == "paper"
-    remedy = "A larger select_ratio lets" if is_papers else "Later rungs, or early_exit: {preset: cautious}, let"
+    remedy = "A larger select_ratio lets" if is_papers else "A larger early_exit.min_kept, or later rungs, lets"
     return (
         f"{winner.job} was ended as underperforming at {100 * progress:.3g} % of its steps{rank}, and won "
         f"nevertheless with its adapter of step {winner.best_step} of {winner.total_steps}: {why}. "

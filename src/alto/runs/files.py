@@ -14,16 +14,10 @@ from pathlib import Path
 from alto.errors import AltoError, DiskFullError, RunWriteError
 from alto.runs.lock import LockFile
 
-__all__ = ["cache_home", "is_disk_full", "replace_file", "sync_folder", "write_error", "writing"]
+__all__ = ["is_disk_full", "replace_file", "sync_folder", "write_error", "writing"]
 
 _LOCK_TIMEOUT_S = 1.0
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-def cache_home() -> Path:
-    """The folder of what ALTO keeps for its user beside runs: ``$ALTO_CACHE``, or ``alto`` in the user's cache."""
-    given = os.environ.get("ALTO_CACHE")
-    return Path(given or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "alto")
 
 
 @contextlib.contextmanager

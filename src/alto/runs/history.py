@@ -284,6 +284,7 @@ class RunHistory(JournalFold):
         leads = math.isfinite(point.validation_loss) and (not job.best_step or point.sort_key < job.best_sort_key)
         if leads if event.is_best is None else event.is_best:
             job.keep_best(point.step, point.validation_loss)
+            job.best_loss_rows, job.best_metric_rows = event.loss_rows, event.metric_rows
 
     def _end(
         self, job: JobHistory, event: events.JobExited | events.JobCompleted, time: float, *, stage: Stage

@@ -99,6 +99,8 @@ class JobHistory:
         best_validation_loss: The loss there, infinity if there is none yet.
         best_score: Value of the task's metric there, higher is better; 0 where that is the loss.
         best_metrics: Metrics of its method there.
+        best_loss_rows, best_metric_rows: Loss, and the task's metric, of every validation row there; empty where they
+            are not known, the latter also where the metric is the loss.
         test_losses: Loss on the test rows by step, of every evaluation that was its best so far; empty where there are
             no such rows.
         exit_reason: Why it ended early; None if it did not.
@@ -128,6 +130,8 @@ class JobHistory:
     best_validation_loss: float = math.inf
     best_score: float = 0.0
     best_metrics: Mapping[str, float] = field(default_factory=dict)
+    best_loss_rows: tuple[float, ...] = ()
+    best_metric_rows: tuple[float, ...] = ()
     test_losses: dict[int, float] = field(default_factory=dict)
     exit_reason: ExitReason | str | None = None
     exit_evidence: Mapping[str, float | str] = field(default_factory=dict)

@@ -5,18 +5,19 @@ from __future__ import annotations
 import math
 
 from alto.errors import NoResultError, RunError
-from alto.records import JobResult, TaskResult, exit_reason
+from alto.records import JobResult, TaskOutcome, exit_reason
 from alto.runs.choice import choice_notes
 from alto.runs.events import TaskCompleted
 from alto.runs.history import RunHistory
 from alto.runs.job_history import JobHistory
 from alto.runs.journal import read_intact_entries
+from alto.runs.lead import lead_of_winner
 from alto.runs.run_dir import RunDir
 
-__all__ = ["has_result", "task_result"]
+__all__ = ["has_result", "task_outcome"]
 
 
-def task_result(history: RunHistory, run: RunDir) -> TaskResult:
+def task_outcome(history: RunHistory, run: RunDir) -> TaskOutcome:
     """How the task ended.
 
     Raises:
@@ -27,7 +28,7 @@ def task_result(history: RunHistory, run: RunDir) -> TaskResult:
         raise NoResultError(
             f"expected a finished run, found that {run.root} has no result yet; continue with: alto resume {run.root}"
         )
-    return TaskResult(
+    return TaskOutcome(
         task=history.name,
         run_dir=str(run.root),
         adapter_dir=str(run.best),
@@ -41,6 +42,7 @@ def task_result(history: RunHistory, run: RunDir) -> TaskResult:
         finalists=history.finalists,
         scorer=history.scorer,
         scorer_failure=history.scorer_failure,
+        lead=lead_of_winner(history),
         notes=choice_notes(history),
         adapter_check=history.adapter_check,
     )

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from alto.errors import ConflictingKeysError, SpecError
+from alto.spec.distributions import as_values
 from alto.spec.job_config import JOB_FIELDS, MAPPING_FIELDS, JobConfig
 from alto.spec.keys import JOB_ALIASES, canonical_keys
 from alto.spec.method import Method, find_method
@@ -296,7 +297,8 @@ def _pairings(value: object, method: Method) -> list[tuple[Axis, ...]]:
 
 
 def _pairing(value: object, path: str, method: Method) -> tuple[Axis, ...]:
-    fields = _canonical(_mapping(value, path), method, path)
+    given = _canonical(_mapping(value, path), method, path)
+    fields = {key: as_values(values, f"{path}.{key}") for key, values in given.items()}
     if not fields:
         raise SpecError(f"{path} should tie two or more fields together, found none. Name them, or remove 'paired'.")
     for key, values in fields.items():
@@ -313,6 +315,7 @@ def _pairing(value: object, path: str, method: Method) -> tuple[Axis, ...]:
 
 
 def _axis(key: str, value: object, path: str, method: Method, *, may_repeat: bool = False) -> Axis:
+    value = as_values(value, path)
     if key == MIXTURE_WEIGHTS and isinstance(value, Mapping):
         value = _weights_grid(value)
     is_mapping = key in MAPPING_FIELDS

@@ -24,6 +24,7 @@ from alto.spec.method import Method, find_method
 from alto.spec.metric import LOSS, check_metric
 from alto.spec.mixture import MIXTURE_WEIGHTS, MixtureSource, ordered, parse_sources
 from alto.spec.quoting import quoted
+from alto.spec.row_objects import with_rows_in_files
 from alto.spec.scoring import Scoring, parse_select_by
 from alto.spec.search import Search
 from alto.spec.search_space import SearchSpace, written
@@ -159,7 +160,7 @@ class Task(DataKeys):
     def __init__(self, /, **values: Any) -> None:
         values = with_task_type(values)
         method = _method_of(values)
-        given = method.without_others(_canonical(values, method))
+        given = with_rows_in_files(method.without_others(_canonical(values, method)))
         fixed = {key: given.pop(key) for key in tuple(given) if key not in TASK_FIELDS}
         early_exit = EarlyExit.parse(given.get("early_exit", True))
         given["early_exit"] = early_exit.with_preset("preferences") if method.compares_replies else early_exit

@@ -99,7 +99,8 @@ class JobEvaluated:
         is_best: Whether it is the best of the job so far; None where the journal does not have it.
         metrics: Metrics of the method beside the loss, by name.
         metric_rows: The task's metric on every validation row, in their order; empty where that is the loss.
-        loss_rows: Loss of every validation row, four significant digits; at rungs and after the last step.
+        loss_rows: Loss of every validation row, four significant digits; at rungs, after the last step, and where it is
+            the best of the job so far.
         test_loss: Loss on the test rows; None where there are none, or the evaluation is not the job's best so far.
         test_rows: Loss of every test row, four significant digits; empty where ``test_loss`` is None.
     """

@@ -70,6 +70,8 @@ class TaskStarted:
         versions: Versions of Python and of packages, by name; None of one that is not installed.
         jobs: All jobs, in the order of the task.
         eval_steps: Share of a job's own steps between two evaluations; None where the journal does not have it.
+        validation_weights: Weight of every validation row in a mean loss: its trained tokens, or 1; empty where the
+            journal does not have them.
         notes: Notices about the data, the model and the settings, as sentences.
         packing: The settings that decide which jobs share a forward pass, by key of the task file, and the ``device``;
             None where the journal does not have it.
@@ -94,6 +96,7 @@ class TaskStarted:
     versions: Mapping[str, str | None] = field(metadata=wire(if_absent={}))
     jobs: tuple[JobDescription, ...]
     eval_steps: float | None = None
+    validation_weights: tuple[float, ...] = ()
     notes: tuple[str, ...] = field(default=(), metadata=wire(always=True))
     packing: Mapping[str, Any] | None = None
     base: BaseDescription | None = field(default=None, metadata=wire(damaged_is_none=True))

@@ -1,0 +1,41 @@
+"""Shows a task of the Python interface while it runs, and its result."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from rich.console import Console
+
+from alto.export import open_view
+from alto.results import TaskResult
+from alto.runs import Observer
+
+__all__ = ["show_result", "shown"]
+
+
+@contextlib.contextmanager
+def shown(progress: bool | None) -> Iterator[list[Observer]]:
+    """Observers that show a run: the live table in a terminal, plain lines in a notebook or a file; none where nothing
+    is shown.
+
+    Args:
+        progress: As of :class:`alto.Engine`.
+    """
+    console = Console()
+    if not _is_shown(console, progress):
+        yield []
+        return
+    with open_view(console) as view:
+        yield [view.observe]
+
+
+def show_result(result: TaskResult, progress: bool | None) -> None:
+    """Print the table of jobs of a task that was shown; in a notebook the result shows itself."""
+    console = Console()
+    if _is_shown(console, progress) and not console.is_jupyter:
+        console.print(result)
+
+
+def _is_shown(console: Console, progress: bool | None) -> bool:
+    return console.is_terminal or console.is_jupyter if progress is None else progress

@@ -1,0 +1,122 @@
+"""A run as a cell of a notebook: what was chosen, the validation curves and the table of jobs.
+
+Everything is HTML and SVG without a script, so that it is shown in notebooks that are not trusted, and where they are
+rendered without a kernel.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from alto.export.figures import VALIDATION_LOSS, CurveFigure, View, curve_figure
+from alto.export.metrics import loss_unit
+from alto.export.pages import render_fragment
+from alto.export.tables import job_table
+from alto.export.wording import describe_task
+from alto.runs import RunHistory, choice_notes
+
+__all__ = ["result_html"]
+
+_MAX_ROWS = 12
+_WIDTH, _HEIGHT = 720, 300
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 16, 34
+_NUM_TICKS = 5
+
+
+def result_html(history: RunHistory, run_dir: str) -> str:
+    """A finished run as a part of a page.
+
+    Args:
+        history: Of the run.
+        run_dir: Its folder, to name where the best adapter is.
+    """
+    table = job_table(history)
+    figure = curve_figure(history, table.rows, VALIDATION_LOSS)
+    return render_fragment(
+        "notebook.html.jinja",
+        history=history,
+        subtitle=describe_task(history.started),
+        notes=choice_notes(history),
+        table=table,
+        rows=table.rows[:_MAX_ROWS],
+        drawing=None if figure.view is None else _drawing(figure, figure.view),
+        loss_unit=loss_unit(history.method),
+        run_dir=run_dir,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Curve:
+    """One curve: its points as SVG has them, in pieces where values are missing, and what is shown at the pointer."""
+
+    role: str
+    pieces: tuple[str, ...]
+    label: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Drawing:
+    """Curves in pixels; ticks and rungs with their places and labels."""
+
+    width: int
+    height: int
+    left: int
+    right: int
+    top: int
+    bottom: int
+    curves: tuple[_Curve, ...]
+    x_ticks: tuple[tuple[float, str], ...]
+    y_ticks: tuple[tuple[float, str], ...]
+    rungs: tuple[float, ...]
+
+
+def _drawing(figure: CurveFigure, view: View) -> _Drawing:
+    right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
+
+    def x_of(progress: float) -> float:
+        return round(_LEFT + progress * (right - _LEFT), 1)
+
+    def y_of(value: float) -> float:
+        # Far outside of the view a point only has to be outside: huge numbers are no valid coordinates.
+        share = min(max((value - view.low) / (view.high - view.low), -1.0), 2.0)
+        return round(bottom - share * (bottom - _TOP), 1)
+
+    shares = [index / (_NUM_TICKS - 1) for index in range(_NUM_TICKS)]
+    values = [view.low + share * (view.high - view.low) for share in shares]
+    return _Drawing(
+        width=_WIDTH,
+        height=_HEIGHT,
+        left=_LEFT,
+        right=right,
+        top=_TOP,
+        bottom=bottom,
+        curves=tuple(
+            _Curve(
+                role=trace["meta"]["role"],
+                label=html.unescape(trace["text"].replace("<b>", "").replace("</b>", "").replace("<br>", ": ")),
+                pieces=tuple(
+                    " ".join(f"{x_of(x)},{y_of(y)}" for x, y in piece) for piece in _pieces(trace["x"], trace["y"])
+                ),
+            )
+            for trace in figure.traces
+        ),
+        x_ticks=tuple((x_of(share), f"{share:.0%}") for share in shares),
+        y_ticks=tuple((y_of(value), f"{value:.4g}") for value in values),
+        rungs=tuple(x_of(progress) for progress, _ in figure.rungs),
+    )
+
+
+def _pieces(xs: Sequence[float], ys: Sequence[Any]) -> Iterator[list[tuple[float, float]]]:
+    """Neighbouring points that all have a value."""
+    piece: list[tuple[float, float]] = []
+    for x, y in zip(xs, ys, strict=True):
+        if y is not None:
+            piece.append((x, y))
+        elif piece:
+            yield piece
+            piece = []
+    if piece:
+        yield piece

@@ -1,0 +1,118 @@
+"""A job's configuration as PEFT and TRL take it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from alto.errors import UnsupportedError
+from alto.runs import RunDir, RunHistory
+from alto.spec import DpoSettings, Task, read_run_task
+from alto.spec.job_config import SHAPE_FIELDS
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+    from transformers import TrainingArguments
+
+__all__ = ["BestConfig", "best_config", "training_arguments"]
+
+_CLASSES: Mapping[str, tuple[str, str]] = {
+    "sft": ("trl", "SFTConfig"),
+    "dpo": ("trl", "DPOConfig"),
+    "kto": ("trl", "KTOConfig"),
+    "orpo": ("trl.experimental.orpo", "ORPOConfig"),
+    "cpo": ("trl.experimental.cpo", "CPOConfig"),
+    "classification": ("transformers", "TrainingArguments"),
+    "regression": ("transformers", "TrainingArguments"),
+}
+"""By method: module and name of the class that holds its trainer's arguments."""
+
+_OF_THE_ADAPTER = frozenset({*SHAPE_FIELDS, "lora_dropout", "init_lora_weights"})
+"""Keys of a job that are in PEFT's configuration, not in the trainer's."""
+
+_HARMLESS: Mapping[str, Any] = {"loraplus_lr_ratio": 1.0, "mixture_weights": None}
+"""Keys that no class of arguments has, each with the value that needs none."""
+
+
+class BestConfig(NamedTuple):
+    """The configuration of the best job for a trainer of TRL or transformers.
+
+    Attributes:
+        lora: PEFT's configuration of the adapter, as it was saved.
+        training: The trainer's arguments: ``SFTConfig``, ``DPOConfig``, …, or ``TrainingArguments`` of a classifier.
+            ``output_dir`` is the folder of the run with ``-trl`` behind it.
+        not_carried: Settings of the job that these classes have no place for, by name.
+    """
+
+    lora: PeftConfig
+    training: TrainingArguments
+    not_carried: Mapping[str, Any]
+
+
+def best_config(history: RunHistory, adapter_dir: Path) -> BestConfig:
+    """The configuration of the job that a finished run chose; see :attr:`alto.TaskResult.best_config`."""
+    best = history.best
+    assert best is not None, "a finished run has a best job"
+    run_dir = adapter_dir.parent
+    task = read_run_task(RunDir.open(run_dir).task_file)
+    kind = _arguments_class(task.method)
+    try:
+        from peft import PeftConfig
+    except ImportError:
+        raise UnsupportedError("best_config: expected peft, found that it is not installed; pip install peft") from None
+    known = {field.name for field in fields(kind)}
+    wanted = training_arguments(task, best.config)
+    carried = {key: value for key, value in wanted.items() if key in known}
+    # The base is loaded in the precision of the task, and nothing is recomputed: transformers renamed the option.
+    checkpointing = "activation_checkpointing" if "activation_checkpointing" in known else "gradient_checkpointing"
+    training = kind(**carried, **{checkpointing: False}, output_dir=f"{run_dir}-trl", bf16=False, report_to="none")
+    left = {
+        key: value
+        for key, value in wanted.items()
+        if key not in known and not (key in _HARMLESS and value == _HARMLESS[key])
+    }
+    return BestConfig(PeftConfig.from_pretrained(str(adapter_dir)), training, left)
+
+
+def training_arguments(task: Task, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a job that decide its training, in the spelling and with the meaning of TRL and transformers.
+
+    Args:
+        task: Of the job.
+        config: Of the job, canonical keys.
+    """
+    found = {key: value for key, value in config.items() if key not in _OF_THE_ADAPTER and value is not None}
+    found["max_length"] = task.max_length or 1024
+    found["max_grad_norm"] = config.get("max_grad_norm") or 0.0
+    # transformers' warmup_steps below 1 are a share, and its plain "constant" has no warmup.
+    ratio = found.pop("warmup_ratio", 0.0)
+    found["warmup_steps"] = found.get("warmup_steps") or ratio
+    if found["warmup_steps"] and found.get("lr_scheduler_type") == "constant":
+        found["lr_scheduler_type"] = "constant_with_warmup"
+    found["optim_args"] = ",".join(f"{key}={value}" for key, value in dict(found.get("optim_args") or {}).items()) or None
+    if task.method == "sft" and task.train_on == "all":
+        found["completion_only_loss"] = False
+    if task.method == "dpo":
+        forms = DpoSettings(**{key: config.get(key) for key in DpoSettings.model_fields}).forms
+        found |= {"loss_type": list(forms), "loss_weights": list(forms.values()) if len(forms) > 1 else None}
+        found.pop("rpo_alpha", None)
+    return found
+
+
+def _arguments_class(method: str) -> type[TrainingArguments]:
+    if method not in _CLASSES:
+        raise UnsupportedError(
+            f"best_config: expected one of the methods {', '.join(_CLASSES)}, which TRL or transformers trains, found "
+            f"{method!r}; the settings themselves are in result.jobs"
+        )
+    module, name = _CLASSES[method]
+    try:
+        found: type[TrainingArguments] = getattr(import_module(module), name)
+    except ImportError as error:
+        raise UnsupportedError(
+            f"best_config: expected {module} with {name}, found that it cannot be imported ({error}); pip install trl"
+        ) from None
+    return found

@@ -1,0 +1,104 @@
+"""Two finished runs side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from alto.records import TaskOutcome
+from alto.results.frames import import_pandas
+from alto.runs import RunHistory
+
+if TYPE_CHECKING:
+    import pandas
+    from rich.console import RenderableType
+
+__all__ = ["RunComparison", "compare"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunComparison:
+    """Two finished runs side by side, the one that was asked first.
+
+    Attributes:
+        run_dirs: Their folders.
+        facts: By name, the values of both: what was trained on, losses and metrics of the best adapters, jobs, samples,
+            seconds. Losses can be compared where ``same_data`` is true.
+        settings: Settings of the best jobs that differ, by key, with the values of both; None where a job has none.
+        same_data: Whether both have the same training and validation tokens; None where a journal does not tell.
+    """
+
+    run_dirs: tuple[str, str]
+    facts: Mapping[str, tuple[Any, Any]]
+    settings: Mapping[str, tuple[Any, Any]]
+    same_data: bool | None
+
+    def to_frame(self) -> pandas.DataFrame:
+        """Facts and differing settings as rows, the runs as columns.
+
+        Raises:
+            UnsupportedError: pandas is not installed.
+        """
+        rows = {**self.facts, **self.settings}
+        return import_pandas().DataFrame.from_dict(rows, orient="index", columns=list(self.run_dirs))
+
+    def __rich__(self) -> RenderableType:
+        from alto.export import comparison_table
+
+        return comparison_table(self.run_dirs, self.facts, self.settings, same_data=self.same_data)
+
+    def _repr_html_(self) -> str:
+        from rich.console import Console
+
+        console = Console(record=True, width=120, file=None, quiet=True)
+        console.print(self)
+        return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
+
+
+def compare(
+    outcome: TaskOutcome, history: RunHistory, other_outcome: TaskOutcome, other_history: RunHistory
+) -> RunComparison:
+    """Compare two finished runs.
+
+    Args:
+        outcome, history: Of the first.
+        other_outcome, other_history: Of the second.
+    """
+    one, other = _facts(outcome, history), _facts(other_outcome, other_history)
+    configs = [_best_config(outcome), _best_config(other_outcome)]
+    keys = dict.fromkeys(key for config in configs for key in config)
+    both = {key: (configs[0].get(key), configs[1].get(key)) for key in keys}
+    prints = [_data_fingerprint(history), _data_fingerprint(other_history)]
+    return RunComparison(
+        run_dirs=(outcome.run_dir, other_outcome.run_dir),
+        facts={name: (one.get(name), other.get(name)) for name in dict.fromkeys((*one, *other))},
+        settings={key: values for key, values in both.items() if values[0] != values[1]},
+        same_data=None if None in prints else prints[0] == prints[1],
+    )
+
+
+def _facts(outcome: TaskOutcome, history: RunHistory) -> dict[str, Any]:
+    started = history.started
+    about = {} if started is None else {"model": started.model, "dataset": started.dataset, "method": started.method}
+    test = {} if outcome.test_loss is None else {"test loss": outcome.test_loss}
+    return {
+        **about,
+        "best job": outcome.best_job,
+        "validation loss": outcome.best_validation_loss,
+        **test,
+        **{name.replace("_", " "): value for name, value in outcome.best_metrics.items()},
+        "jobs": len(outcome.jobs),
+        "samples trained": outcome.samples_trained,
+        "samples saved": outcome.samples_saved,
+        "seconds": outcome.duration_s,
+    }
+
+
+def _best_config(outcome: TaskOutcome) -> Mapping[str, Any]:
+    return next(job.config for job in outcome.jobs if job.job == outcome.best_job)
+
+
+def _data_fingerprint(history: RunHistory) -> str | None:
+    found = None if history.started is None else history.started.data.get("fingerprint")
+    return found if isinstance(found, str) else None

@@ -1,0 +1,89 @@
+"""Tables of a run as pandas frames."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+from alto.errors import UnsupportedError
+from alto.runs import JobHistory, RunHistory
+
+if TYPE_CHECKING:
+    import pandas
+
+__all__ = ["curve_frame", "import_pandas", "job_frame", "loss_frame"]
+
+
+def import_pandas() -> Any:
+    """The module pandas.
+
+    Raises:
+        UnsupportedError: It is not installed.
+    """
+    try:
+        import pandas
+    except ImportError:
+        raise UnsupportedError(
+            'a table of results: expected pandas, found that it is not installed; pip install "alto-lora[data]", or use '
+            "result.job_results, which needs no package"
+        ) from None
+    return pandas
+
+
+def job_frame(history: RunHistory) -> pandas.DataFrame:
+    """One row a job, the chosen one first, then by their best evaluation; indexed by job id."""
+    rows = [_job_row(job) for job in history.ranked()]
+    return import_pandas().DataFrame(rows).set_index("job")
+
+
+def _job_row(job: JobHistory) -> dict[str, Any]:
+    test = {} if job.best_test_loss is None else {"test_loss": job.best_test_loss}
+    facts = {
+        "job": job.job,
+        "best_validation_loss": job.best_validation_loss,
+        **test,
+        **job.best_metrics,
+        "best_step": job.best_step,
+        "steps": job.step,
+        "total_steps": job.total_steps,
+        "exit_reason": None if job.exit_reason is None else str(job.exit_reason),
+        "samples_trained": job.samples_trained,
+        "samples_budgeted": job.samples_budgeted,
+    }
+    return {**facts, **{key: value for key, value in job.config.items() if key not in facts}}
+
+
+def curve_frame(history: RunHistory) -> pandas.DataFrame:
+    """One row an evaluation, in the order of jobs and steps; step 0 is the frozen base."""
+    rows = list(itertools.chain.from_iterable(map(_curve_rows, history.jobs.values())))
+    columns = ["job", "step", "progress", "train_loss", "validation_loss"]
+    return import_pandas().DataFrame(rows, columns=None if rows else columns)
+
+
+def _curve_rows(job: JobHistory) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    if job.start is not None:
+        rows.append({"job": job.job, "step": 0, "progress": 0.0, "validation_loss": job.start.validation_loss})
+    for point, metrics in zip(job.evaluations, job.metrics, strict=True):
+        test = {"test_loss": job.test_losses[point.step]} if point.step in job.test_losses else {}
+        rows.append(
+            {
+                "job": job.job,
+                "step": point.step,
+                "progress": point.progress,
+                "train_loss": point.train_ema,
+                "validation_loss": point.validation_loss,
+                **test,
+                **metrics,
+            }
+        )
+    return rows
+
+
+def loss_frame(history: RunHistory) -> pandas.DataFrame:
+    """Training losses: a row a step, from 1, a column a job; NaN after a job's last step."""
+    pandas = import_pandas()
+    columns = {job.job: pandas.Series(job.train_losses, dtype=float) for job in history.jobs.values()}
+    frame = pandas.DataFrame(columns)
+    frame.index = pandas.RangeIndex(1, len(frame) + 1, name="step")
+    return frame

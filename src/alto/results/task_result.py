@@ -1,0 +1,242 @@
+"""The result of a task, as the engine returns it and as a run directory holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from alto.records import AdapterCheck, FinalistScore, JobResult, Lead, TaskOutcome
+from alto.results.best_config import BestConfig, best_config
+from alto.results.comparison import RunComparison, compare
+from alto.results.frames import curve_frame, job_frame, loss_frame
+from alto.runs import RunDir, RunHistory, load_run_task, read_history, task_outcome
+
+if TYPE_CHECKING:
+    import pandas
+    from peft import PeftModel
+    from rich.console import RenderableType
+    from transformers import PreTrainedModel
+
+__all__ = ["TaskResult", "load_run"]
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """The result of one task: its best adapter, every job, and its run directory.
+
+    What is not in :attr:`outcome` is read from the run directory when it is asked for. In a terminal with rich, and in a
+    notebook, a result shows its table of jobs; in a notebook its curves too.
+
+    Attributes:
+        outcome: The facts, as plain values.
+    """
+
+    outcome: TaskOutcome
+
+    @property
+    def task(self) -> str:
+        """Name of the task."""
+        return self.outcome.task
+
+    @property
+    def run_dir(self) -> str:
+        """Folder of the run."""
+        return self.outcome.run_dir
+
+    @property
+    def adapter_dir(self) -> str:
+        """Folder of the best adapter, in PEFT's format."""
+        return self.outcome.adapter_dir
+
+    @property
+    def best_job(self) -> str:
+        """Id of the job that was chosen."""
+        return self.outcome.best_job
+
+    @property
+    def best_validation_loss(self) -> float:
+        """Of the adapter that was chosen."""
+        return self.outcome.best_validation_loss
+
+    @property
+    def metric(self) -> str:
+        """The metric that it was selected by: ``loss``, or a metric of the task's method."""
+        return self.outcome.metric
+
+    @property
+    def best_metrics(self) -> Mapping[str, float]:
+        """Metrics of the method at its best evaluation."""
+        return self.outcome.best_metrics
+
+    @property
+    def test_loss(self) -> float | None:
+        """Loss of that adapter on the test rows, which nothing was selected by; None where there are none."""
+        return self.outcome.test_loss
+
+    @property
+    def job_results(self) -> tuple[JobResult, ...]:
+        """How every job ended, in the order of the task; :attr:`jobs` is the same as a table."""
+        return self.outcome.jobs
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds that the task ran."""
+        return self.outcome.duration_s
+
+    @property
+    def samples_trained(self) -> int:
+        """Rows that all jobs saw in training, counting repeats over epochs."""
+        return self.outcome.samples_trained
+
+    @property
+    def samples_budgeted(self) -> int:
+        """Rows that they would have seen without early exit."""
+        return self.outcome.samples_budgeted
+
+    @property
+    def samples_saved(self) -> float:
+        """Share of the budgeted rows that early exit did not train, in [0, 1]."""
+        return self.outcome.samples_saved
+
+    @property
+    def finalists(self) -> tuple[FinalistScore, ...]:
+        """Scores of the finalists' answers where ``select_by`` is not ``metric``, best by the metric first; empty where
+        it is, or where the scorer failed."""
+        return self.outcome.finalists
+
+    @property
+    def scorer(self) -> str:
+        """What scored them, or failed to; empty where nothing did."""
+        return self.outcome.scorer
+
+    @property
+    def scorer_failure(self) -> str:
+        """Why the scorer failed, so that the metric chose; empty where it did not."""
+        return self.outcome.scorer_failure
+
+    @property
+    def lead(self) -> Lead | None:
+        """How far the best job leads the next best one on the validation rows, with a 95 % interval; None where there
+        is no other, or the values of single rows are not known."""
+        return self.outcome.lead
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Notices about how the best adapter was chosen, as sentences."""
+        return self.outcome.notes
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """Problems beside the result, such as a missing report, with their remedies, as sentences."""
+        return self.outcome.notices
+
+    @property
+    def adapter_check(self) -> AdapterCheck | None:
+        """Whether PEFT loads the best adapter as it was trained; None where the run has no such check."""
+        return self.outcome.adapter_check
+
+    @cached_property
+    def history(self) -> RunHistory:
+        """Everything that the journal of the run says."""
+        return read_history(self.run_dir)
+
+    @property
+    def jobs(self) -> pandas.DataFrame:
+        """One row a job, best first, by job id: how it ended, its losses and metrics, and its configuration.
+
+        Raises:
+            UnsupportedError: pandas is not installed.
+        """
+        return job_frame(self.history)
+
+    @property
+    def curves(self) -> pandas.DataFrame:
+        """One row an evaluation: ``job``, ``step``, ``progress`` (share of the job's own steps), smoothed training loss,
+        validation loss, test loss where it was measured, and metrics. Step 0 is the frozen base.
+
+        Raises:
+            UnsupportedError: pandas is not installed.
+        """
+        return curve_frame(self.history)
+
+    @property
+    def training_losses(self) -> pandas.DataFrame:
+        """Training loss of every step (rows, from 1) of every job (columns); NaN after a job's last step.
+
+        Raises:
+            UnsupportedError: pandas is not installed.
+        """
+        return loss_frame(self.history)
+
+    @property
+    def best_config(self) -> BestConfig:
+        """The best job's configuration as PEFT and TRL take it: ``lora, training = result.best_config``.
+
+        Raises:
+            UnsupportedError: peft or trl is not installed, or neither has a trainer for the task's method.
+        """
+        return best_config(self.history, Path(self.adapter_dir))
+
+    def load_best(
+        self, model: PreTrainedModel | None = None, *, device: str | None = None, trust_remote_code: bool = False
+    ) -> PeftModel:
+        """The best adapter on its base model, ready to generate, as PEFT loads both.
+
+        Args:
+            model: The base model, which PEFT changes in place; None loads the one that the task was trained on, in its
+                precision.
+            device: Where it is loaded to, such as ``cuda:0``; None is the first GPU, or the CPU where there is none.
+                Only without ``model``.
+            trust_remote_code: Allow the Python code that comes with the base model, where the run's task asks for it.
+
+        Raises:
+            UnsupportedError: peft is not installed.
+            UntrustedCodeError: The task asks for that code, and it is not allowed.
+            ModelError: The base model is no longer there, or cannot be loaded.
+        """
+        from alto.results.loading import load_adapter
+
+        task = load_run_task(
+            RunDir.open(self.run_dir), trust_remote_code=trust_remote_code, is_trained=False
+        )
+        return load_adapter(Path(self.adapter_dir), task, model, device=device)
+
+    def compare(self, other: TaskResult | str | Path) -> RunComparison:
+        """This result beside another one, such as that of an earlier run.
+
+        Args:
+            other: A result, or the folder of a finished run.
+
+        Raises:
+            RunNotFoundError, NoResultError: As :func:`load_run` does.
+        """
+        other = other if isinstance(other, TaskResult) else load_run(other)
+        return compare(self.outcome, self.history, other.outcome, other.history)
+
+    def __rich__(self) -> RenderableType:
+        from alto.export import final_summary
+
+        return final_summary(self.history, self.run_dir)
+
+    def _repr_html_(self) -> str:
+        from alto.export import result_html
+
+        return result_html(self.history, self.run_dir)
+
+
+def load_run(run: str | Path) -> TaskResult:
+    """The result of a finished run, from its folder.
+
+    Args:
+        run: The run directory, such as ``runs/train-20261123-101500``.
+
+    Raises:
+        RunNotFoundError: There is no run.
+        NoResultError: It has not finished, or has no usable adapter.
+        RunError: Its journal is damaged.
+    """
+    run_dir = RunDir.open(run)
+    return TaskResult(task_outcome(read_history(run_dir.root), run_dir))

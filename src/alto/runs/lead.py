@@ -1,0 +1,63 @@
+"""Whether the winner of a run leads the next best job by more than the noise of the validation rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from alto.records import Lead
+from alto.records.intervals import student_quantile
+from alto.runs.history import RunHistory
+from alto.runs.job_history import JobHistory
+from alto.spec.metric import LOSS, loss_scale
+
+__all__ = ["lead_of_winner"]
+
+
+def lead_of_winner(history: RunHistory) -> Lead | None:
+    """How far the chosen job leads the next best one, row by row; None where there is no other job with a usable
+    adapter, or the values of the rows are not known.
+
+    By the score of answers where a scorer chose, else by the task's metric; both jobs stand with their best evaluation.
+    """
+    winner = history.best
+    if history.result is None or winner is None:
+        return None
+    if history.finalists:
+        rows = {score.job: score.rows for score in history.finalists}
+        others = [score for score in history.finalists if score.job != winner.job]
+        if not others or winner.job not in rows:
+            return None
+        runner_up = max(others, key=lambda score: score.score)
+        return _lead(runner_up.job, history.scorer, rows[winner.job], runner_up.rows, ())
+    runner_up = next((job for job in history.ranked() if _competes(job, winner)), None)
+    if runner_up is None:
+        return None
+    if history.metric != LOSS:
+        return _lead(runner_up.job, history.metric, winner.best_metric_rows, runner_up.best_metric_rows, ())
+    weights = () if history.started is None else history.started.validation_weights
+    # A lower loss is better: what the winner leads by is what the other one lacks.
+    return _lead(runner_up.job, LOSS, runner_up.best_loss_rows, winner.best_loss_rows, weights)
+
+
+def _competes(job: JobHistory, winner: JobHistory) -> bool:
+    is_finite = math.isfinite(job.best_validation_loss)
+    return job is not winner and is_finite and loss_scale(job.config) == loss_scale(winner.config)
+
+
+def _lead(
+    runner_up: str, metric: str, higher: Sequence[float], lower: Sequence[float], weights: Sequence[float]
+) -> Lead | None:
+    """The weighted mean of the differences of rows, with its 95 % interval (Student's, of a ratio of sums)."""
+    num_rows = len(higher)
+    if num_rows < 2 or num_rows != len(lower) or (weights and len(weights) != num_rows):
+        return None
+    differences = [a - b for a, b in zip(higher, lower, strict=True)]
+    if not all(map(math.isfinite, differences)):
+        return None
+    shares = weights or [1.0] * num_rows
+    total = sum(shares)
+    mean = sum(share * difference for share, difference in zip(shares, differences, strict=True)) / total
+    residuals = sum((share * (difference - mean)) ** 2 for share, difference in zip(shares, differences, strict=True))
+    half = student_quantile(num_rows - 1) * math.sqrt(residuals * num_rows / (num_rows - 1)) / total
+    return Lead(runner_up=runner_up, metric=metric, difference=mean, interval=(mean - half, mean + half), num_rows=num_rows)

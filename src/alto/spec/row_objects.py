@@ -1,0 +1,187 @@
+"""Rows that a user gives as Python objects: they are written to a file, which the task names like any other.
+
+So a task is made of plain values whatever it was given: it can be written to a file, sent to another process and
+resumed. The file is named by the digest of its content, so that equal rows have one file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import date, time
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from alto.errors import DataError, SpecError
+from alto.spec.cache_home import cache_home
+from alto.spec.quoting import quoted
+
+__all__ = ["with_rows_in_files"]
+
+_KEYS = {"train": "dataset", "validation": "validation_dataset", "test": "test_dataset"}
+"""By name of a split: the key of the task that names its rows."""
+
+_SOURCE_KEYS = frozenset({"path", "dataset", "weight"})
+"""Keys that the sources of a mixture have, and rows have not."""
+
+_NAME = "task"
+_CHUNK = 2**20
+
+
+def with_rows_in_files(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a task, where rows that are Python objects are replaced by the path of a file that holds them.
+
+    Rows are a ``datasets.Dataset``, a pandas ``DataFrame``, or whatever yields mappings of columns to values: a list,
+    a generator, a function that makes one. ``dataset`` may be a mapping of splits to rows, such as a
+    ``datasets.DatasetDict``: ``train`` (or the split that ``dataset_train_split`` names), ``validation``, ``test``.
+
+    Args:
+        values: By canonical names.
+
+    Raises:
+        SpecError: There are no rows, or one is no mapping or holds a value that JSON cannot.
+        DataError: The file cannot be written.
+    """
+    found = dict(values)
+    dataset = found.get("dataset")
+    if isinstance(dataset, Mapping):
+        found |= _splits(dataset, found)
+    for key in _KEYS.values():
+        if _are_rows(found.get(key)):
+            found.setdefault("name", _NAME)
+            found[key] = str(_kept(found[key], key))
+    if isinstance(found.get("dataset"), list | tuple):
+        found["dataset"] = [_source(item, index) for index, item in enumerate(found["dataset"])]
+    return found
+
+
+def _splits(dataset: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The splits of ``dataset`` by the keys of the task; a key that the task has already stays."""
+    train = values.get("dataset_train_split") or "train"
+    if train not in dataset or not all(_are_rows(rows) for rows in dataset.values()):
+        raise SpecError(
+            f"dataset should be rows, or a mapping of splits to rows with {train!r} among them, found a mapping with "
+            f"{quoted(list(dataset))}. Give the split to train on, or name it with dataset_train_split."
+        )
+    names = {"train": train, "validation": "validation", "test": values.get("dataset_test_split") or "test"}
+    found = {"dataset": dataset[train], "dataset_train_split": None, "dataset_test_split": None}
+    for split in ("validation", "test"):
+        is_given = any(values.get(key) is not None for key in (f"{split}_dataset", f"{split}_split"))
+        if names[split] in dataset and names[split] != train and not is_given:
+            found[_KEYS[split]] = dataset[names[split]]
+    return found
+
+
+def _source(item: object, index: int) -> object:
+    """A source of a mixture, with its rows in files."""
+    if not isinstance(item, Mapping):
+        return item
+    found = dict(item)
+    for key in ("path", "dataset", "validation_dataset"):
+        if _are_rows(found.get(key)):
+            found[key] = str(_kept(found[key], f"dataset[{index}].{key}"))
+            found.setdefault("name", f"source-{index}")
+    return found
+
+
+def _are_rows(value: object) -> bool:
+    """Whether ``value`` holds rows itself, in contrast to a path, a name and the sources of a mixture."""
+    if value is None or isinstance(value, str | bytes | os.PathLike | Mapping | int | float):
+        return False
+    if isinstance(value, list | tuple):
+        return bool(value) and all(isinstance(item, Mapping) and not _SOURCE_KEYS & item.keys() for item in value)
+    return callable(value) or isinstance(value, Iterable) or hasattr(value, "__getitem__")
+
+
+def _kept(rows: Any, key: str) -> Path:
+    """The file that holds ``rows``."""
+    kind = type(rows).__module__.partition(".")[0]
+    if kind == "datasets" and hasattr(rows, "to_parquet"):
+        return _written(lambda file: rows.to_parquet(file), ".parquet", key)
+    if kind == "pandas" and hasattr(rows, "to_json"):
+        return _written(lambda file: file.write(_frame_text(rows, key).encode()), ".jsonl", key)
+    made = rows() if callable(rows) else rows
+    return _written(lambda file: file.writelines(_lines(made, key)), ".jsonl", key)
+
+
+def _frame_text(frame: Any, key: str) -> str:
+    try:
+        text: str = frame.to_json(orient="records", lines=True, date_format="iso", force_ascii=False)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise SpecError(f"{key} should be a frame of rows that JSON can hold, found one that it cannot: {error}.") from None
+    return text
+
+
+def _lines(rows: Any, key: str) -> Iterator[bytes]:
+    try:
+        iterator = iter(rows)
+    except TypeError:
+        raise SpecError(
+            f"{key} should be a path, a name, or rows as mappings of columns to values, found {quoted(rows)}."
+        ) from None
+    for number, row in enumerate(iterator, start=1):
+        if not isinstance(row, Mapping):
+            raise SpecError(
+                f"{key} should yield rows as mappings of columns to values, found {quoted(row)} "
+                f"({type(row).__name__}) as row {number}. Write for example {{'prompt': '2 + 3 =', 'completion': ' 5'}}."
+            )
+        try:
+            yield (json.dumps(dict(row), ensure_ascii=False, allow_nan=False, default=_plain) + "\n").encode()
+        except (TypeError, ValueError, UnicodeEncodeError, RecursionError) as error:
+            raise SpecError(
+                f"{key} should have text, numbers, lists and mappings as values, found others in row {number}: "
+                f"{error}. Convert them, or remove the column."
+            ) from None
+
+
+def _plain(value: Any) -> Any:
+    """Numbers and arrays of NumPy as those of Python, dates as text."""
+    if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, date | time):
+        return value.isoformat()
+    raise TypeError(f"{quoted(value)} is of type {type(value).__name__}")
+
+
+def _written(write: Callable[[BinaryIO], object], ending: str, key: str) -> Path:
+    """The file with what ``write`` writes; an earlier one with the same content is used again."""
+    folder = cache_home() / "rows"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(prefix=".", suffix=ending, dir=folder)
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    fresh = Path(name)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        if not fresh.stat().st_size:
+            raise SpecError(f"{key} should have rows, found none. Give at least two.")
+        path = folder / f"{_digest(fresh)}{ending}"
+        fresh.chmod(0o644)
+        fresh.replace(path)
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    finally:
+        fresh.unlink(missing_ok=True)
+    return path
+
+
+def _digest(path: Path) -> str:
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            found.update(chunk)
+    return found.hexdigest()[:32]
+
+
+def _unwritable(folder: Path, error: OSError) -> DataError:
+    return DataError(
+        f"expected to keep the rows of the task in {folder}, found: {error.strerror or error}; free disk space, or name "
+        "another folder with the environment variable ALTO_CACHE"
+    )

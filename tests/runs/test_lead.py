@@ -1,0 +1,138 @@
+"""How far a winner leads: paired over validation rows, weighted as the loss is."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from alto.records import FinalistScore
+from alto.records.intervals import student_quantile
+from alto.runs import RunHistory, choice_notes
+from alto.runs.events import FinalistsJudged, JobDescription, JobEvaluated, JournalEntry, TaskCompleted, TaskStarted
+from alto.runs.lead import lead_of_winner
+
+
+def started(jobs: Sequence[str], **facts: Any) -> TaskStarted:
+    known = {
+        **{"task": "t", "model": "m", "base_model": "m", "dataset": "d", "method": "sft", "metric": "loss"},
+        **{"num_train": 9, "num_validation": 4, "data": {}, "max_slots": 2, "early_exit": {}, "device": "cpu"},
+        **{"num_ranks": 1, "versions": {}},
+    }
+    described = tuple(JobDescription(job=job, config={}, total_steps=10, samples_budgeted=10) for job in jobs)
+    return TaskStarted(**(known | facts), jobs=described)
+
+
+def evaluated(job: str, rows: Sequence[float], weights: Sequence[float], step: int = 5, **facts: Any) -> JobEvaluated:
+    mean = sum(a * b for a, b in zip(rows, weights, strict=True)) / sum(weights)
+    known = {"total_steps": 10, "train_ema": 1.0, "validation_loss": mean, "is_best": True, "loss_rows": tuple(rows)}
+    return JobEvaluated(job=job, step=step, **(known | facts))
+
+
+def history_of(*events: Any) -> RunHistory:
+    best = min((event for event in events if isinstance(event, JobEvaluated)), key=lambda event: event.validation_loss)
+    done = TaskCompleted(best_job=best.job, best_validation_loss=best.validation_loss)
+    return RunHistory.of(
+        [JournalEntry(seq=index, time=float(index), event=event) for index, event in enumerate((*events, done))]
+    )
+
+
+WEIGHTS = (1.0, 5.0, 2.0, 9.0)
+FIRST = (2.0, 1.0, 3.0, 1.5)
+
+
+def test_equal_weights_give_the_paired_interval_of_student() -> None:
+    other = (2.1, 1.3, 3.0, 1.9)
+    lead = lead_of_winner(
+        history_of(started("ab"), evaluated("a", FIRST, [1.0] * 4), evaluated("b", other, [1.0] * 4))
+    )
+    differences = [b - a for a, b in zip(FIRST, other, strict=True)]
+    half = student_quantile(3) * statistics.stdev(differences) / 2
+    mean = statistics.fmean(differences)
+    assert lead is not None
+    assert (lead.runner_up, lead.metric, lead.num_rows) == ("b", "loss", 4)
+    assert lead.difference == pytest.approx(mean)
+    assert lead.interval == pytest.approx((mean - half, mean + half))
+
+
+def test_rows_are_weighted_as_in_the_loss() -> None:
+    """The difference of the rows is that of the losses, and a row without weight says nothing."""
+    other = (9.0, 1.1, 3.1, 1.7)
+    history = history_of(
+        started("ab", validation_weights=WEIGHTS), evaluated("a", FIRST, WEIGHTS), evaluated("b", other, WEIGHTS)
+    )
+    lead = lead_of_winner(history)
+    losses = [history.jobs[job].best_validation_loss for job in "ab"]
+    assert lead is not None
+    assert lead.difference == pytest.approx(losses[1] - losses[0])
+    unweighted = lead_of_winner(history_of(started("ab"), evaluated("a", FIRST, WEIGHTS), evaluated("b", other, WEIGHTS)))
+    assert unweighted is not None
+    assert unweighted.difference != pytest.approx(lead.difference)
+
+
+def test_the_interval_holds_the_truth_about_as_often_as_it_says() -> None:
+    """Rows with random weights and random differences of known weighted mean: 95 % of intervals hold it."""
+    source = random.Random(3)
+    held = 0
+    for _ in range(400):
+        weights = [source.choice([1.0, 4.0, 10.0]) for _ in range(60)]
+        first = [source.uniform(1, 3) for _ in weights]
+        second = [value + 0.3 + source.gauss(0, 0.5) for value in first]
+        events = [started("ab", validation_weights=tuple(weights))]
+        events += [evaluated("a", first, weights), evaluated("b", second, weights)]
+        lead = lead_of_winner(history_of(*events))
+        assert lead is not None
+        sign = 1.0 if lead.runner_up == "b" else -1.0
+        low, high = sorted(sign * end for end in lead.interval)
+        held += low <= 0.3 <= high
+    assert 0.90 <= held / 400 <= 0.985
+
+
+def test_a_lead_within_noise_is_said() -> None:
+    close = (2.1, 0.9, 3.05, 1.5)
+    note = choice_notes(history_of(started("ab"), evaluated("a", FIRST, [1.0] * 4), evaluated("b", close, [1.0] * 4)))
+    assert [text.partition(":")[0] for text in note] == ["loss"]
+    assert "4 validation rows cannot separate" in note[0]
+    far = tuple(value + 1 + 0.01 * value for value in FIRST)
+    assert choice_notes(history_of(started("ab"), evaluated("a", FIRST, [1.0] * 4), evaluated("b", far, [1.0] * 4))) == ()
+
+
+def test_jobs_stand_with_their_best_evaluation() -> None:
+    later = evaluated("b", (9.0,) * 4, [1.0] * 4, step=8, is_best=False)
+    events: Sequence[Any] = [evaluated("a", FIRST, [1.0] * 4), evaluated("b", (2.2, 1.2, 3.2, 1.7), [1.0] * 4)]
+    assert lead_of_winner(history_of(started("ab"), *events)) == lead_of_winner(
+        history_of(started("ab"), *events, later)
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"loss_rows": ()}, {"loss_rows": (1.0, 2.0)}, {"loss_rows": (1.0, math.inf, 2.0, 1.0)}],
+    ids=["none", "others", "infinite"],
+)
+def test_without_comparable_rows_there_is_no_interval(change: Mapping[str, Any]) -> None:
+    other = replace(evaluated("b", (2.2, 1.2, 3.2, 1.7), [1.0] * 4), **change)
+    assert lead_of_winner(history_of(started("ab"), evaluated("a", FIRST, [1.0] * 4), other)) is None
+
+
+def test_a_single_job_leads_nobody() -> None:
+    assert lead_of_winner(history_of(started("a"), evaluated("a", FIRST, [1.0] * 4))) is None
+
+
+def test_answers_are_compared_where_they_chose() -> None:
+    judged = FinalistsJudged(
+        scores=(
+            FinalistScore(job="a", num_questions=4, mean=0.75, rows=(1.0, 1.0, 1.0, 0.0)),
+            FinalistScore(job="b", num_questions=4, mean=0.5, rows=(1.0, 0.0, 1.0, 0.0)),
+        ),
+        scorer="exact_match",
+    )
+    events = [evaluated("a", FIRST, [1.0] * 4), evaluated("b", (2.2, 1.2, 3.2, 1.7), [1.0] * 4)]
+    lead = lead_of_winner(history_of(started("ab"), *events, judged))
+    assert lead is not None
+    assert (lead.metric, lead.difference, lead.num_rows) == ("exact_match", 0.25, 4)

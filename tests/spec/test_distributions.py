@@ -1,0 +1,59 @@
+"""Distributions of Optuna and Ray Tune in a search space mean what they mean there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from alto.errors import SpecError
+from alto.spec import SearchSpace
+
+
+def space(**fields: Any) -> dict[str, Any]:
+    return SearchSpace.parse(fields).to_dict()
+
+
+def test_those_of_optuna() -> None:
+    distributions = pytest.importorskip("optuna", reason="the distributions are Optuna's").distributions
+    found = space(
+        learning_rate=distributions.FloatDistribution(1e-5, 1e-2, log=True),
+        r=distributions.CategoricalDistribution([4, 8]),
+        lora_dropout=distributions.FloatDistribution(0.1, 0.4, step=0.1),
+        per_device_train_batch_size=distributions.IntDistribution(2, 8, step=2),
+        num_train_epochs=distributions.IntDistribution(1, 3),
+    )
+    assert found == {
+        "learning_rate": {"min": 1e-5, "max": 1e-2, "log": True},
+        "r": [4, 8],
+        "lora_dropout": [0.1, 0.2, 0.3, 0.4],
+        "per_device_train_batch_size": [2, 4, 6, 8],
+        "num_train_epochs": {"min": 1, "max": 3, "log": False},
+    }
+
+
+def test_those_of_ray() -> None:
+    tune = pytest.importorskip("ray.tune", reason="the distributions are Ray's")
+    found = space(
+        learning_rate=tune.loguniform(1e-5, 1e-2),
+        lora_dropout=tune.uniform(0.0, 0.5),
+        r=tune.choice([4, 8]),
+        num_train_epochs=tune.randint(1, 4),
+        seed=tune.grid_search([1, 2]),
+    )
+    assert found == {
+        "learning_rate": {"min": 1e-5, "max": 1e-2, "log": True},
+        "lora_dropout": {"min": 0.0, "max": 0.5, "log": False},
+        "r": [4, 8],
+        "num_train_epochs": {"min": 1, "max": 3, "log": False},
+        "seed": [1, 2],
+    }
+    for refused in (tune.quniform(0.0, 0.5, 0.1), tune.randn(), tune.sample_from(lambda spec: 1)):
+        with pytest.raises(SpecError, match="learning_rate should be a value, a list, a range"):
+            space(learning_rate=refused)
+
+
+def test_paired_fields_take_them_too() -> None:
+    distributions = pytest.importorskip("optuna", reason="the distributions are Optuna's").distributions
+    pair = {"r": distributions.CategoricalDistribution([4, 8]), "lora_alpha": [8.0, 8.5]}
+    assert space(paired=pair) == {"paired": [{"r": [4, 8], "lora_alpha": [8.0, 8.5]}]}

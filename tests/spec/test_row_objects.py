@@ -1,0 +1,148 @@
+"""Rows that are given as Python objects become files with the same rows; what is none is refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+
+from alto.errors import SpecError
+from alto.spec import Task
+
+ROWS = [{"prompt": f"{n} + {n} =", "completion": f" {2 * n}"} for n in range(1, 7)]
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ALTO_CACHE", str(tmp_path / "cache"))
+
+
+def make_task(**keys: Any) -> Task:
+    return Task(**{"model": "alto-tiny"} | keys)
+
+
+def lines_of(path: object) -> list[dict[str, Any]]:
+    assert isinstance(path, str)
+    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+
+
+def generated() -> Iterator[dict[str, Any]]:
+    yield from ROWS
+
+
+class MapStyle:
+    """Rows as a torch dataset has them."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return ROWS[index]
+
+    def __len__(self) -> int:
+        return len(ROWS)
+
+
+@pytest.mark.parametrize("rows", [ROWS, tuple(ROWS), generated, generated(), MapStyle()], ids=["list", "tuple", "function", "generator", "map"])
+def test_rows_are_kept_in_a_file_that_the_task_names(rows: object) -> None:
+    task = make_task(dataset=rows)
+    assert lines_of(task.dataset) == ROWS
+    assert task.name == "task"
+    assert Task(**task.to_dict()) == task
+
+
+def test_equal_rows_have_one_file_and_leave_nothing_else(tmp_path: Path) -> None:
+    first, second = make_task(dataset=ROWS), make_task(dataset=generated())
+    assert first.dataset == second.dataset
+    assert [path.name for path in (tmp_path / "cache" / "rows").iterdir()] == [Path(str(first.dataset)).name]
+
+
+def test_every_key_of_rows_takes_objects_and_a_name_of_the_users_stays() -> None:
+    task = make_task(name="sums", dataset=ROWS[:3], eval_dataset=ROWS[3:5], test_dataset=ROWS[5:])
+    assert task.name == "sums"
+    assert [lines_of(path) for path in (task.dataset, task.validation_dataset, task.test_dataset)] == [
+        ROWS[:3],
+        ROWS[3:5],
+        ROWS[5:],
+    ]
+    assert lines_of(task.replace(dataset=ROWS[1:3]).dataset) == ROWS[1:3]
+
+
+def test_a_mapping_of_splits_sets_all_that_it_has() -> None:
+    task = make_task(dataset={"train": ROWS[:3], "validation": ROWS[3:5], "test": ROWS[5:]})
+    assert lines_of(task.validation_dataset) == ROWS[3:5]
+    assert lines_of(task.test_dataset) == ROWS[5:]
+    chosen = make_task(dataset={"few": ROWS[:2], "validation": ROWS[3:]}, dataset_train_split="few", validation_split=0.5)
+    assert (lines_of(chosen.dataset), chosen.validation_dataset) == (ROWS[:2], None)
+    with pytest.raises(SpecError, match="with 'train' among them"):
+        make_task(dataset={"few": ROWS})
+
+
+def test_sources_of_a_mixture_take_objects() -> None:
+    task = make_task(dataset=[{"path": ROWS[:3], "weight": 2.0}, {"path": ROWS[3:], "name": "rest"}])
+    assert [source.name for source in task.sources] == ["source-0", "rest"]
+    assert [lines_of(source.path) for source in task.sources] == [ROWS[:3], ROWS[3:]]
+
+
+def test_numbers_of_numpy_and_dates_are_written_as_plain_values() -> None:
+    rows = [{"prompt": "x", "completion": "y", "n": numpy.int64(3), "v": numpy.arange(2), "day": date(2026, 1, 2)}]
+    assert lines_of(make_task(dataset=rows).dataset)[0] == {
+        "prompt": "x",
+        "completion": "y",
+        "n": 3,
+        "v": [0, 1],
+        "day": "2026-01-02",
+    }
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([ROWS[0], {"prompt": object()}], "row 2"),
+        ([{"prompt": float("nan")}], "row 1"),
+        (iter(["text"]), r"found 'text' \(str\) as row 1"),
+        (iter(()), "should have rows, found none"),
+        (lambda: 3, "should be a path, a name, or rows"),
+    ],
+)
+def test_what_is_no_row_is_refused_and_leaves_no_file(rows: object, message: str, tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=message):
+        make_task(dataset=rows)
+    assert list((tmp_path / "cache" / "rows").iterdir()) == []
+
+
+def test_a_failing_generator_raises_its_own_error_and_leaves_no_file(tmp_path: Path) -> None:
+    def failing() -> Iterator[dict[str, Any]]:
+        yield ROWS[0]
+        raise RuntimeError("the source is gone")
+
+    with pytest.raises(RuntimeError, match="the source is gone"):
+        make_task(dataset=failing)
+    assert list((tmp_path / "cache" / "rows").iterdir()) == []
+
+
+def test_frames_of_pandas() -> None:
+    pandas = pytest.importorskip("pandas", reason="frames are pandas'")
+    frame = pandas.DataFrame(ROWS).assign(note=[None, *"abcde"])
+    assert lines_of(make_task(dataset=frame).dataset) == [
+        {**row, "note": note} for row, note in zip(ROWS, [None, *"abcde"], strict=True)
+    ]
+    twice = pandas.DataFrame([["a", "b"]], columns=["prompt", "prompt"])
+    with pytest.raises(SpecError, match="frame of rows"):
+        make_task(dataset=twice)
+
+
+def test_datasets_of_hugging_face_are_read_as_their_own_rows() -> None:
+    datasets = pytest.importorskip("datasets", reason="datasets are Hugging Face's")
+    from alto.data import read_task_rows
+
+    whole = datasets.Dataset.from_list(ROWS)
+    splits = datasets.DatasetDict(train=whole.select(range(4)), validation=whole.select(range(4, 6)))
+    read = read_task_rows(make_task(dataset=splits))
+    from_lists = read_task_rows(make_task(dataset={"train": ROWS[:4], "validation": ROWS[4:]}))
+    assert (list(read.train), list(read.validation)) == (list(from_lists.train), list(from_lists.validation))
+    assert len(read.train) == 4
+    streamed = make_task(dataset=whole.to_iterable_dataset())
+    assert lines_of(streamed.dataset) == ROWS
