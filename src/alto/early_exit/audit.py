@@ -80,7 +80,11 @@ def selection_of(entries: Iterable[JournalEntry]) -> Selection:
     total_steps = {description.job: description.total_steps for description in started.jobs}
     scales = {description.job: loss_scale(description.config) for description in started.jobs}
     selection = Selection(
-        policy_from(settings), ema_alpha=settings.ema_alpha, total_steps=total_steps, loss_scales=scales
+        policy_from(settings),
+        ema_alpha=settings.ema_alpha,
+        total_steps=total_steps,
+        loss_scales=scales,
+        configuration_of={job.job: job.configuration for job in started.jobs if job.configuration is not None},
     )
     for entry in entries:
         try:

@@ -48,17 +48,37 @@ class Policy:
         verdicts = (_verdict(rule, history) for rule in self.rules)
         return next((verdict for verdict in verdicts if verdict is not None), None)
 
-    def select(self, rung_index: int, standings: Collection[Standing], num_entered: int | None = None) -> RungResult:
+    def select(
+        self,
+        rung_index: int,
+        standings: Collection[Standing],
+        num_entered: int | None = None,
+        *,
+        configuration_of: Mapping[str, str] | None = None,
+        failed: Collection[str] = (),
+    ) -> RungResult:
         """Rank ``standings`` at rung number ``rung_index`` (from 0) and keep the best of them.
 
         Args:
-            num_entered: Jobs that were ever ranked, these included; None for as many as are ranked here.
+            rung_index: Number of the rung.
+            standings: Jobs that compete.
+            num_entered: Configurations that were ever ranked, these included; None for as many as are ranked here.
+            configuration_of: By job that repeats a configuration: its id; None where none does.
+            failed: Ids of configurations of which a job has diverged or failed.
         """
+        known = configuration_of or {}
+        num_ranked = len({known.get(standing.job, standing.job) for standing in standings})
         if self.equal_shares:
-            places = places_at(self.rungs, rung_index, num_entered or len(standings))
+            places = places_at(self.rungs, rung_index, num_entered or num_ranked)
         else:
-            places = places_at((self.rungs[rung_index],), 0, len(standings))
-        return underperformance.select(places, standings, is_finish=self.rungs[rung_index].max_kept is not None)
+            places = places_at((self.rungs[rung_index],), 0, num_ranked)
+        return underperformance.select(
+            places,
+            standings,
+            is_finish=self.rungs[rung_index].max_kept is not None,
+            configuration_of=known,
+            failed=failed,
+        )
 
 
 def policy_from(settings: EarlyExit) -> Policy:

@@ -44,6 +44,7 @@ class RecordedJob:
             and after the last. Empty where it was not recorded.
         tests: Loss on the test rows, its rows in thousandths, by step: before the first step, and at every evaluation
             that was the job's best so far. Empty where there were no such rows.
+        configuration: As of :class:`alto.runs.events.JobDescription`.
 
     Raises:
         RunError: The job was not trained to its end (only a non-finite loss may end it before its last step), or some
@@ -61,6 +62,7 @@ class RecordedJob:
     start: StartValue | None = None
     loss_rows: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
     tests: Mapping[int, SplitLoss] = field(default_factory=dict)
+    configuration: str | None = None
 
     def __post_init__(self) -> None:
         steps = [step for step, _ in self.evaluations]
@@ -159,6 +161,7 @@ class Recording:
                     **({} if job.start is None else {"start": _start_to_json(job.start)}),
                     **({"loss_rows": _rows_to_json(job.loss_rows)} if job.loss_rows else {}),
                     **({"tests": _tests_to_json(job.tests)} if job.tests else {}),
+                    **({} if job.configuration is None else {"configuration": job.configuration}),
                 }
                 for job in self.jobs
             ],
@@ -216,6 +219,7 @@ def _job_from_curves(planned: JobDescription, curves: Curves) -> RecordedJob:
         start=curves.start,
         loss_rows=dict(sorted(curves.loss_rows.items())),
         tests=dict(sorted(curves.tests.items())),
+        configuration=planned.configuration,
     )
 
 
@@ -242,6 +246,7 @@ def _job_from(fields: Mapping[str, Any]) -> RecordedJob:
         start=_start_from(fields.get("start")),
         loss_rows={int(step): _rows_from(rows) for step, rows in fields.get("loss_rows", {}).items()},
         tests={int(step): _test_from(value) for step, value in fields.get("tests", {}).items()},
+        configuration=fields.get("configuration"),
     )
 
 

@@ -90,6 +90,7 @@ def replay(recording: Recording, policy: Policy, ema_alpha: float) -> ReplayResu
         ema_alpha=ema_alpha,
         total_steps={job.job: job.total_steps for job in recording.jobs},
         loss_scales={job.job: loss_scale(job.config) for job in recording.jobs},
+        configuration_of={job.job: job.configuration for job in recording.jobs if job.configuration is not None},
     )
     for recorded in recording.jobs:
         if recorded.start is not None:

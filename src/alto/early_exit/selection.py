@@ -9,19 +9,32 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from alto.early_exit import nonfinite
-from alto.early_exit.noise import is_better, is_within_noise, leading_group, ordered
+from alto.early_exit.noise import is_better, is_within_noise, leading_group
 from alto.early_exit.policy import Policy
 from alto.early_exit.progress import point_at_share
+from alto.early_exit.repetitions import Repeated, ranked_configurations
 from alto.early_exit.smoothing import Ema
 from alto.early_exit.track import ENDS_COMPETING, JobTrack
 from alto.errors import RunError
-from alto.records import ExitDecision, FinalistScore, LossPoint, Rung, RungResult, Standing, StartValue
+from alto.records import (
+    ExitDecision,
+    ExitReason,
+    FinalistScore,
+    LossPoint,
+    Rung,
+    RungResult,
+    Standing,
+    StartValue,
+)
 from alto.spec.rungs import rung_step
 
 __all__ = ["Selection"]
 
 # Above every score.
 UNBEATABLE = sys.float_info.max
+
+_FAILURES = (ExitReason.DIVERGING, ExitReason.FAILED)
+"""Reasons that say something about the configuration, not only about its place among others."""
 
 
 class Selection:
@@ -58,6 +71,8 @@ class Selection:
         total_steps: Steps of every job, by job id.
         loss_scales: Scale of a job's loss (:func:`alto.spec.metric.loss_scale`), by job id; equal for all that are not
             named.
+        configuration_of: By job that repeats a configuration with another seed: id of the configuration, that of one
+            of the jobs. Rungs rank configurations by the means of their jobs.
 
     Raises:
         RunError: Raised by every observing method, if the event is not possible in the present state.
@@ -70,10 +85,12 @@ class Selection:
         ema_alpha: float,
         total_steps: Mapping[str, int],
         loss_scales: Mapping[str, str] | None = None,
+        configuration_of: Mapping[str, str] | None = None,
     ) -> None:
         self.policy = policy
         self._ema_alpha = ema_alpha
         scales = loss_scales or {}
+        self._configuration_of = dict(configuration_of or {})
         self._tracks = {
             job: JobTrack(steps, Ema(ema_alpha), loss_scale=scales.get(job, "")) for job, steps in total_steps.items()
         }
@@ -269,8 +286,9 @@ class Selection:
         present = [standing for standing in self.standings() if standing.job not in coming]
         if self.next_rung is None or not any(standing.is_training for standing in present):
             return frozenset()
-        if any(standing.score_rows for standing in present):
-            return frozenset()  # a job still to come may change which jobs are within noise of each other
+        if self._configuration_of or any(standing.score_rows for standing in present):
+            # A job still to come may change which jobs are within noise of each other, or the mean of a configuration.
+            return frozenset()
         better = [
             Standing(job=job, step=0, validation_loss=0.0, score=UNBEATABLE, is_training=True) for job in sorted(coming)
         ]
@@ -340,24 +358,47 @@ class Selection:
         return next(iter(self.leaders(1)), None)
 
     def leaders(self, count: int) -> list[LossPoint]:
-        """The best evaluations of the best ``count`` jobs, however they ended; ties go to the lower job id."""
-        bests = [track.best for track in self._tracks.values() if track.best is not None]
-        return ordered(bests)[:count]
+        """The best evaluations of the best ``count`` jobs, however they ended, of a repeated configuration those of its
+        best job; ties go to the lower job id."""
+        return [group.members[0] for group in self._ranked_bests()[:count]]
 
     def within_noise_of_winner(self) -> list[LossPoint]:
         """The best evaluations of other jobs, with other scores than the winner's, that are within noise of the best
         score; best score first."""
-        group = leading_group(track.best for track in self._tracks.values() if track.best is not None)
+        ranked = self._ranked_bests()
+        best_of = {group.mean.job: group.members[0] for group in ranked}
+        group = leading_group(one.mean for one in ranked)
         others = [point for point in group if point.score != group[0].score]
-        return sorted(others, key=lambda point: (point.sort_key, point.job))
+        return [best_of[point.job] for point in sorted(others, key=lambda point: (point.sort_key, point.job))]
 
     def _ranked(self, standings: Sequence[Standing]) -> RungResult:
         """The outcome of the next rung, if only ``standings`` competed at it."""
-        return self.policy.select(self._rungs_held, standings, self._num_entered(standings))
+        return self._select(self._rungs_held, standings)
+
+    def _select(self, rung_index: int, standings: Sequence[Standing]) -> RungResult:
+        return self.policy.select(
+            rung_index,
+            standings,
+            self._num_entered(standings),
+            configuration_of=self._configuration_of,
+            failed=self._failed_configurations(),
+        )
 
     def _num_entered(self, standings: Sequence[Standing]) -> int:
-        entered = {job for job, track in self._tracks.items() if track.was_ranked}
-        return len(entered | {one.job for one in standings})
+        entered = {job for job, track in self._tracks.items() if track.was_ranked} | {one.job for one in standings}
+        return len({self._configuration_of.get(job, job) for job in entered})
+
+    def _ranked_bests(self) -> list[Repeated[LossPoint]]:
+        bests = [track.best for track in self._tracks.values() if track.best is not None]
+        return ranked_configurations(bests, self._configuration_of, self._failed_configurations())
+
+    def _failed_configurations(self) -> set[str]:
+        """Repeated configurations of which a job has diverged or failed."""
+        return {
+            name
+            for job, name in self._configuration_of.items()
+            if (decision := self._tracks[job].decision) is not None and decision.reason in _FAILURES
+        }
 
     def _judge_late(self, track: JobTrack, job: str) -> ExitDecision | None:
         """The verdict of the decided rungs that a late job has reached now."""
@@ -370,7 +411,7 @@ class Selection:
                 break
             standing, ranked = _standing(track, point), self._ranked_at[track.late_rung]
             ranked.append(standing)
-            result = self.policy.select(track.late_rung, ranked, self._num_entered(ranked))
+            result = self._select(track.late_rung, ranked)
             track.was_ranked = True
             self._num_changes += 1
             if job not in result.kept:

@@ -333,6 +333,7 @@ def describe_job(job: JobState) -> JobDescription:
         total_steps=job.total_steps,
         samples_budgeted=job.samples_until(job.total_steps),
         num_parameters=job.shape.num_parameters,
+        configuration=job.context.task.repetitions.get(job.id),
     )
 
 

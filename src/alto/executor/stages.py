@@ -173,4 +173,5 @@ def _selection(context: TaskContext, jobs: list[JobState], resume_state: ResumeS
         ema_alpha=context.task.early_exit.ema_alpha,
         total_steps={job.id: job.total_steps for job in jobs},
         loss_scales={job.id: loss_scale(job.config.model_dump()) for job in jobs},
+        configuration_of=context.task.repetitions,
     )

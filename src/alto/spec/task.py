@@ -87,6 +87,9 @@ class Task(DataKeys):
         early_exit: A mapping of settings; true for the defaults, false for none.
         search: How configurations are found in the search space, and what may be spent: a mapping of settings, or the
             name of an algorithm.
+        repeat_by: Jobs of a grid that differ in nothing but this key repeat one configuration: rungs and the end of the
+            task rank configurations by the means of their jobs, and the best job of the best one is exported. ``none``:
+            every job is a configuration of its own.
         search_space: What varies between jobs; ``auto`` are ranges around a usual learning rate for the base model's
             hidden size, with ranks, batch sizes and ``lora_alpha`` 32.
         select_by: What chooses the winner: ``metric``; ``eval_accuracy``: the best jobs answer the validation rows that
@@ -132,6 +135,7 @@ class Task(DataKeys):
     num_finalists: int = Field(default=4, ge=1, le=1024, description="jobs among whom answers choose")
     early_exit: EarlyExit = Field(default=EarlyExit(), description="early-exit settings")
     search: Search = Field(default=Search(), description="how configurations are found")
+    repeat_by: Literal["seed", "none"] = Field(default="seed", description="what repetitions of a configuration differ in")
     max_slots: int | None = Field(default=None, ge=1, le=1024, description="jobs resident at a time")
     max_tokens_per_step: int | None = Field(
         default=None, ge=1, le=2**24, description="tokens of a step of all resident jobs"
@@ -208,6 +212,17 @@ class Task(DataKeys):
         """The jobs that the task begins with, always the same for equal tasks: of a grid all configurations of the
         search space, the last key varying fastest."""
         return self._jobs
+
+    @property
+    def repetitions(self) -> Mapping[str, str]:
+        """By job that repeats a configuration, or is repeated: the id of the first of these jobs; empty where none
+        is."""
+        if self.repeat_by == "none" or self.search.algorithm != "grid" or "seed" not in self.search_space.varied:
+            return {}
+        first: dict[JobConfig, str] = {}
+        found = {job.id: first.setdefault(job.config.replace(seed=0), job.id) for job in self._jobs}
+        repeated = {name for job, name in found.items() if job != name}
+        return {job: name for job, name in found.items() if name in repeated}
 
     @property
     def base_model(self) -> BaseModelSpec:

@@ -29,6 +29,8 @@ class JobDescription:
         total_steps: Optimizer steps of the job if nothing ends it early.
         samples_budgeted: Rows that it sees if nothing ends it early, counting repeats over epochs.
         num_parameters: Trainable parameters of its adapter; None where the journal does not have it.
+        configuration: Where jobs repeat a configuration with other seeds, the id of the first of those that repeat this
+            one; None of a job that repeats none.
     """
 
     job: str
@@ -36,6 +38,7 @@ class JobDescription:
     total_steps: int = field(metadata=wire(if_absent=0))
     samples_budgeted: int = field(metadata=wire(if_absent=0))
     num_parameters: int | None = field(default=None)
+    configuration: str | None = field(default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
