@@ -14,6 +14,8 @@ from alto.spec import EarlyExit
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "recordings"
 NUM_JOBS = {
     "dpo-alto-tiny-1.json.gz": 40,
+    "dpo-alto-tiny-2.json.gz": 40,
+    "dpo-alto-tiny-3.json.gz": 40,
     "dpo-seeds.json.gz": 24,
     "gsm8k-alto-tiny.json.gz": 60,
     "gsm8k-small.json.gz": 16,
@@ -37,26 +39,17 @@ def test_the_default_keeps_no_worse_a_job_than_the_paper_and_saves_more() -> Non
     assert ours.saved_by[ExitReason.UNDERPERFORMING] > 0.5
 
 
-def test_on_pairs_a_better_job_is_kept_than_by_the_paper_and_more_is_saved() -> None:
-    recording = Recording.read(FOLDER / "dpo-seeds.json.gz")
+@pytest.mark.parametrize(
+    "path", [path for path in RECORDINGS if path.name.startswith("dpo-")], ids=lambda path: path.name
+)
+def test_on_pairs_a_better_job_is_kept_than_by_the_paper_and_by_the_default(path: Path) -> None:
+    recording = Recording.read(path)
     ours, papers, default = (
         replay(recording, policy_from(settings), settings.ema_alpha)
         for settings in (EarlyExit(preset="preferences"), EarlyExit(policy="paper"), EarlyExit(preset="default"))
     )
     assert ours.regret < min(papers.regret, default.regret) - 0.01
-    assert ours.samples_saved >= papers.samples_saved
-
-
-def test_jobs_compared_at_equal_shares_keep_a_better_one() -> None:
-    """Two rungs whose first is at the first step of jobs with large batches: compared after whole steps, these lead.
-    What is saved differs by the few steps that other survivors take."""
-    recording = Recording.read(FOLDER / "dpo-alto-tiny-1.json.gz")
-    rungs = ((0.025, 0.5), (0.05, 0.2))
-    whole, equal = (
-        replay(recording, policy_from(EarlyExit(rungs=rungs, equal_shares=equal)), 0.1) for equal in (False, True)
-    )
-    assert equal.regret < whole.regret
-    assert equal.samples_saved == pytest.approx(whole.samples_saved, abs=0.005)
+    assert ours.samples_saved > 0.75
 
 
 @pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: path.name)

@@ -65,7 +65,7 @@ PRESETS: Mapping[PresetName, Preset] = {
     "default": _preset(1 / 6, 1 / 2, {0.01: 8, 0.025: 8, 0.05: 5, 0.1: 3, 0.2: 2}, finish=0.5),
     "cautious": _preset(1 / 3, 2 / 3, {0.025: 8, 0.05: 6, 0.1: 5, 0.2: 4, 0.4: 3, 0.8: 2}, finish=None),
     "greedy": _preset(1 / 8, 1 / 2, {0.005: 8, 0.025: 8, 0.05: 5, 0.1: 3}, finish=0.3),
-    "preferences": _preset(1 / 2, 1 / 2, {0.01: 16, 0.025: 12, 0.05: 8, 0.1: 6, 0.2: 4, 0.3: 2}, finish=0.4),
+    "preferences": Preset(rungs=((0.1, 1 / 2), (0.2, 0.3), (0.3, 1 / 2)), min_kept=(16, 6, 4), finish_from=0.6),
 }
 """The rungs of ``policy: alto`` by the name of their preset; found by replay on recorded sweeps."""
 
