@@ -22,7 +22,7 @@ from alto.errors import RunError, TaskInterruptedError
 from alto.executor import Hooks, RunStart, TaskContext, TaskSession, recover, run_alone
 from alto.executor.recovery import check_jobs
 from alto.records import ExitReason, TaskOutcome
-from alto.runs import Action, Journal, JournalEntry, Mailbox, Observer, RunDir, read_history, task_result
+from alto.runs import Action, Journal, JournalEntry, Mailbox, Observer, RunDir, read_history, task_outcome
 from alto.runs.events import JobEvaluated, TaskStarted, decode
 from alto.spec import EarlyExit, Task, load_task
 from alto.spec.metric import score_of
@@ -80,7 +80,7 @@ def train(
         context = TaskContext.of(task, backbone, DATA)
         hooks = Hooks(is_interrupted=is_interrupted or (lambda: False))
         run_alone(TaskSession.build(context, journal, RunStart(run_dir=run_dir, resume_state=resume_state), hooks))
-    return task_result(read_history(run_dir.root), run_dir)
+    return task_outcome(read_history(run_dir.root), run_dir)
 
 
 def train_until(run_dir: RunDir, step: int) -> None:
@@ -106,7 +106,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 
 
 def result_of(run_dir: RunDir) -> TaskOutcome:
-    return task_result(read_history(run_dir.root), run_dir)
+    return task_outcome(read_history(run_dir.root), run_dir)
 
 
 def test_every_evaluation_tells_what_the_method_measures(undisturbed: RunDir) -> None:

@@ -74,6 +74,8 @@ BREACHES = [
     ("trackers", "alto.cli", "alto.cluster"),
     ("engine", "alto.executor", "alto.engine"),
     ("cli", "alto.engine", "alto.cli"),
+    ("results", "alto.executor", "alto.results"),
+    ("light", "alto.engine", "pandas"),
     ("front", "alto.data", "alto"),
     ("circles", "alto.records", "alto.spec"),
 ]

@@ -17,7 +17,7 @@ from alto.runs import (
     has_result,
     read_events,
     read_history,
-    task_result,
+    task_outcome,
 )
 
 
@@ -60,7 +60,7 @@ def test_without_a_metric_the_loss_ranks(preference_run):
 
 
 def test_the_result_holds_what_was_measured_of_the_winner(preference_run, tmp_path):
-    result = task_result(RunHistory.of(entries(preference_run)), RunDir(tmp_path))
+    result = task_outcome(RunHistory.of(entries(preference_run)), RunDir(tmp_path))
     assert (result.best_job, result.metric, result.best_validation_loss) == ("c", "reward_accuracy", 0.6)
     assert result.best_metrics["reward_accuracy"] == 0.75
     assert {job.job: job.best_metrics["reward_accuracy"] for job in result.jobs} == {"a": 0.61, "b": 0.75, "c": 0.75}

@@ -36,7 +36,9 @@ def evaluated(job: str, rows: Sequence[float], weights: Sequence[float], step: i
 
 def history_of(*events: Any) -> RunHistory:
     best = min((event for event in events if isinstance(event, JobEvaluated)), key=lambda event: event.validation_loss)
-    done = TaskCompleted(best_job=best.job, best_validation_loss=best.validation_loss)
+    done = TaskCompleted(
+        best_job=best.job, best_validation_loss=best.validation_loss, samples_trained=1, samples_budgeted=1
+    )
     return RunHistory.of(
         [JournalEntry(seq=index, time=float(index), event=event) for index, event in enumerate((*events, done))]
     )
@@ -48,9 +50,7 @@ FIRST = (2.0, 1.0, 3.0, 1.5)
 
 def test_equal_weights_give_the_paired_interval_of_student() -> None:
     other = (2.1, 1.3, 3.0, 1.9)
-    lead = lead_of_winner(
-        history_of(started("ab"), evaluated("a", FIRST, [1.0] * 4), evaluated("b", other, [1.0] * 4))
-    )
+    lead = lead_of_winner(history_of(started("ab"), evaluated("a", FIRST, [1.0] * 4), evaluated("b", other, [1.0] * 4)))
     differences = [b - a for a, b in zip(FIRST, other, strict=True)]
     half = student_quantile(3) * statistics.stdev(differences) / 2
     mean = statistics.fmean(differences)
@@ -70,7 +70,9 @@ def test_rows_are_weighted_as_in_the_loss() -> None:
     losses = [history.jobs[job].best_validation_loss for job in "ab"]
     assert lead is not None
     assert lead.difference == pytest.approx(losses[1] - losses[0])
-    unweighted = lead_of_winner(history_of(started("ab"), evaluated("a", FIRST, WEIGHTS), evaluated("b", other, WEIGHTS)))
+    unweighted = lead_of_winner(
+        history_of(started("ab"), evaluated("a", FIRST, WEIGHTS), evaluated("b", other, WEIGHTS))
+    )
     assert unweighted is not None
     assert unweighted.difference != pytest.approx(lead.difference)
 
@@ -99,7 +101,9 @@ def test_a_lead_within_noise_is_said() -> None:
     assert [text.partition(":")[0] for text in note] == ["loss"]
     assert "4 validation rows cannot separate" in note[0]
     far = tuple(value + 1 + 0.01 * value for value in FIRST)
-    assert choice_notes(history_of(started("ab"), evaluated("a", FIRST, [1.0] * 4), evaluated("b", far, [1.0] * 4))) == ()
+    assert (
+        choice_notes(history_of(started("ab"), evaluated("a", FIRST, [1.0] * 4), evaluated("b", far, [1.0] * 4))) == ()
+    )
 
 
 def test_jobs_stand_with_their_best_evaluation() -> None:

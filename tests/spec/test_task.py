@@ -48,6 +48,7 @@ def test_defaults():
         "metric": "loss",
         "select_by": "metric",
         "num_finalists": 4,
+        "repeat_by": "seed",
         "num_gpus": 1,
         "priority": 0,
         "tenant": "",

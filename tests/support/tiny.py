@@ -16,7 +16,7 @@ from alto.early_exit import journal as loss_records
 from alto.early_exit.journal import Curves
 from alto.executor import RunStart, TaskContext, TaskSession, run_alone
 from alto.records import TaskOutcome
-from alto.runs import Journal, Observer, RunDir, read_history, task_result
+from alto.runs import Journal, Observer, RunDir, read_history, task_outcome
 from alto.runs.events import decode
 from alto.spec import Task
 
@@ -85,7 +85,7 @@ def run_task(task: Task, run_dir: RunDir, observers: Sequence[Observer] = ()) ->
     backbone, data = load_tiny(task)
     with Journal(run_dir.journal_file, observers) as journal:
         run_alone(TaskSession.build(TaskContext.of(task, backbone, data), journal, RunStart(run_dir=run_dir)))
-    return task_result(read_history(run_dir.root), run_dir)
+    return task_outcome(read_history(run_dir.root), run_dir)
 
 
 def read_journal(run_dir: str | Path) -> list[dict[str, Any]]:

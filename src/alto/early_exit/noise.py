@@ -11,6 +11,7 @@ from alto.records.intervals import student_quantile
 
 __all__ = ["Scored", "is_better", "is_within_noise", "leading_group", "ordered"]
 
+
 class Scored(Protocol):
     """An object with a score: an evaluation, or a job's standing; see :class:`alto.records.LossPoint`."""
 

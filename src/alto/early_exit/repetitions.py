@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from alto.early_exit.noise import ordered
 from alto.records import LossPoint, Standing
@@ -34,9 +34,9 @@ def ranked_configurations(
 ) -> list[Repeated[T]]:
     """Configurations, best first, independent of the given order; a job that repeats none is a configuration.
 
-    They are ordered by :func:`alto.early_exit.noise.ordered`, by the means over their jobs: of losses, of scores, and of
-    the scores of every validation row. One of whose jobs some have failed comes after all without: what is left of it is
-    not what the user can expect.
+    They are ordered by :func:`alto.early_exit.noise.ordered`, by the means over their jobs: of losses, of scores, and
+    of the scores of every validation row. One of whose jobs some have failed comes after all without: what is left of
+    it is not what the user can expect.
 
     Args:
         items: Jobs by what they compete with.
@@ -48,7 +48,7 @@ def ranked_configurations(
     groups: dict[str, list[T]] = {}
     for item in items:
         groups.setdefault(configuration_of.get(item.job, item.job), []).append(item)
-    means = {name: _mean(name, group) for name, group in groups.items()}
+    means: dict[str, T] = {name: _mean(name, group) for name, group in groups.items()}
     order = [
         *ordered(mean for name, mean in means.items() if name not in failed),
         *ordered(mean for name, mean in means.items() if name in failed),
@@ -61,7 +61,9 @@ def _mean(name: str, group: Sequence[T]) -> T:
         return replace(group[0], job=name)
     first = group[0]
     starts = [item.start_loss for item in group if item.start_loss is not None]
-    training = {"is_training": any(item.is_training for item in group)} if isinstance(first, Standing) else {}
+    facts: dict[str, Any] = {}
+    if isinstance(first, Standing):
+        facts["is_training"] = any(item.is_training for item in group)
     return replace(
         first,
         job=name,
@@ -69,7 +71,7 @@ def _mean(name: str, group: Sequence[T]) -> T:
         score=statistics.fmean(item.score for item in group),
         score_rows=_mean_rows([item.score_rows for item in group]),
         start_loss=statistics.fmean(starts) if len(starts) == len(group) else None,
-        **training,
+        **facts,
     )
 
 

@@ -16,25 +16,13 @@ from alto.early_exit.repetitions import Repeated, ranked_configurations
 from alto.early_exit.smoothing import Ema
 from alto.early_exit.track import ENDS_COMPETING, JobTrack
 from alto.errors import RunError
-from alto.records import (
-    ExitDecision,
-    ExitReason,
-    FinalistScore,
-    LossPoint,
-    Rung,
-    RungResult,
-    Standing,
-    StartValue,
-)
+from alto.records import ExitDecision, FinalistScore, LossPoint, Rung, RungResult, Standing, StartValue
 from alto.spec.rungs import rung_step
 
 __all__ = ["Selection"]
 
 # Above every score.
 UNBEATABLE = sys.float_info.max
-
-_FAILURES = (ExitReason.DIVERGING, ExitReason.FAILED)
-"""Reasons that say something about the configuration, not only about its place among others."""
 
 
 class Selection:
@@ -309,7 +297,7 @@ class Selection:
         for job, track in sorted(self._tracks.items()):
             point = self._at_rung(job, self._rungs_held) if self._stands_at_rung(job) else track.stands_with
             if point is not None and track.late_rung is None:
-                standings.append(_scored(_standing(track, point), self._scores.get(job)))
+                standings.append(track.standing(point, self._scores.get(job)))
         return tuple(standings)
 
     def select(self) -> RungResult:
@@ -394,11 +382,7 @@ class Selection:
 
     def _failed_configurations(self) -> set[str]:
         """Repeated configurations of which a job has diverged or failed."""
-        return {
-            name
-            for job, name in self._configuration_of.items()
-            if (decision := self._tracks[job].decision) is not None and decision.reason in _FAILURES
-        }
+        return {name for job, name in self._configuration_of.items() if self._tracks[job].has_failed}
 
     def _judge_late(self, track: JobTrack, job: str) -> ExitDecision | None:
         """The verdict of the decided rungs that a late job has reached now."""
@@ -409,7 +393,7 @@ class Selection:
                 break
             if point is None:
                 break
-            standing, ranked = _standing(track, point), self._ranked_at[track.late_rung]
+            standing, ranked = track.standing(point), self._ranked_at[track.late_rung]
             ranked.append(standing)
             result = self._select(track.late_rung, ranked)
             track.was_ranked = True
@@ -443,24 +427,6 @@ class Selection:
             # It finished at this rung. It must not have an advantage over jobs compared at equal shares.
             return self.policy.equal_shares
         return track.trains or track.ended_after(point)
-
-
-def _standing(track: JobTrack, point: LossPoint) -> Standing:
-    """A job that stands at a rung with one of its evaluations."""
-    return Standing(
-        job=point.job,
-        step=track.ema.count,
-        validation_loss=point.validation_loss,
-        score=point.score,
-        score_rows=point.score_rows,
-        loss_scale=point.loss_scale,
-        start_loss=point.start_loss,
-        is_training=track.trains,
-    )
-
-
-def _scored(standing: Standing, score: FinalistScore | None) -> Standing:
-    return standing if score is None else replace(standing, score=score.score, score_rows=score.rows)
 
 
 def _require(condition: bool, expected_and_found: str) -> None:

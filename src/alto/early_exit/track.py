@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from alto.early_exit.smoothing import Ema
-from alto.records import ExitDecision, ExitReason, LossPoint, StartValue
+from alto.records import ExitDecision, ExitReason, FinalistScore, LossPoint, Standing, StartValue
 
 __all__ = ["ENDS_COMPETING", "JobTrack"]
 
@@ -69,6 +69,29 @@ class JobTrack:
         if self.trains:
             return self.history[-1] if self.history else None
         return self.best if self.competes else None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it ended for a reason that says something about its configuration, not only about its place."""
+        return self.decision is not None and self.decision.reason in (ExitReason.DIVERGING, ExitReason.FAILED)
+
+    def standing(self, point: LossPoint, score: FinalistScore | None = None) -> Standing:
+        """Where it stands at a rung with ``point``, one of its evaluations.
+
+        Args:
+            point: The evaluation.
+            score: Of its answers; None where the metric ranks.
+        """
+        return Standing(
+            job=point.job,
+            step=self.ema.count,
+            validation_loss=point.validation_loss,
+            score=point.score if score is None else score.score,
+            score_rows=point.score_rows if score is None else score.rows,
+            loss_scale=point.loss_scale,
+            start_loss=point.start_loss,
+            is_training=self.trains,
+        )
 
     def ended_after(self, point: LossPoint) -> bool:
         """Whether it continued after ``point``, one of its evaluations, and then ended, other than by a user."""

@@ -25,13 +25,14 @@ def select(
     continues, too.
 
     Configurations are ordered by :func:`alto.early_exit.repetitions.ranked_configurations`, where only jobs that repeat
-    one are not each a configuration of their own: by the score of the task's metric, and within noise by the validation
-    loss. Ties rank by id. A loss that is not finite ranks last and is never kept, even if places stay empty. All jobs of
-    a configuration are kept or none. A job that has ended may take a place but gets no verdict.
+    one are not each a configuration of their own: by the score of the task's metric, and within noise by the
+    validation loss. Ties rank by id. A loss that is not finite ranks last and is never kept, even if places stay empty.
+    All jobs of a configuration are kept or none. A job that has ended may take a place but gets no verdict.
 
-    The evidence of a verdict is the ``rank`` of its job's configuration (1 is best), ``num_competing``, ``num_kept``, its
-    ``validation_loss`` and, unless nothing was kept, ``cutoff_loss``: the loss of the last configuration kept; where
-    scores differ also its ``score`` and the ``cutoff_score``; where a configuration is repeated its ``mean_loss``.
+    The evidence of a verdict is the ``rank`` of its job's configuration (1 is best), ``num_competing``, ``num_kept``,
+    its ``validation_loss`` and, unless nothing was kept, ``cutoff_loss``: the loss of the last configuration kept;
+    where scores differ also its ``score`` and the ``cutoff_score``; where a configuration is repeated its
+    ``mean_loss``.
 
     Args:
         places: Configurations that continue.

@@ -61,8 +61,8 @@ class Engine:
             `TaskMeasured` of each that is measured before the queue begins, then the queue's entries, and every entry
             of a task in a `TaskRelayed`.
         is_interrupted: Called between steps; once it returns true, what runs stops and can be resumed.
-        progress: Whether :meth:`tune` and :meth:`resume` show the run and its table of jobs on the standard output. None
-            shows them in a terminal and in a notebook.
+        progress: Whether :meth:`tune` and :meth:`resume` show the run and its table of jobs on the standard output.
+            None shows them in a terminal and in a notebook.
 
     Raises:
         SpecError: The strategy is unknown, or a count is below 1.

@@ -17,7 +17,7 @@ from alto.engine.runner import portable
 from alto.engine.work import PLAN, PLAN_ANEW, PLAN_FILE, TRAIN
 from alto.errors import AltoError, ProfileError, RunError, RunNotFoundError, TaskInterruptedError
 from alto.executor import read_refusal
-from alto.records import TaskPlan, TaskOutcome
+from alto.records import TaskOutcome, TaskPlan
 from alto.runs import (
     Journal,
     JournalEntry,

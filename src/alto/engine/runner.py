@@ -39,7 +39,7 @@ from alto.executor.profiling import pack, plan
 from alto.export import export_best, write_report
 from alto.lora import adapter_base_model
 from alto.objectives import find_objective
-from alto.records import TaskPlan, TaskOutcome
+from alto.records import TaskOutcome, TaskPlan
 from alto.runs import Journal, Observer, RunDir, SilentJournal, load_run_task, read_history, task_outcome
 from alto.runs.events import BaseDescription
 from alto.search import check_installed

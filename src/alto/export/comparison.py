@@ -10,7 +10,15 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from alto.export.wording import clean, format_duration, format_loss, format_setting, format_share, short_name, short_path
+from alto.export.wording import (
+    clean,
+    format_duration,
+    format_loss,
+    format_setting,
+    format_share,
+    short_name,
+    short_path,
+)
 
 __all__ = ["comparison_table"]
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from alto.errors import UnsupportedError
 from alto.runs import RunDir, RunHistory
-from alto.spec import DpoSettings, Task, read_run_task
+from alto.spec import Task, read_run_task
 from alto.spec.job_config import SHAPE_FIELDS
+from alto.spec.objective_settings import DpoSettings
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -68,7 +69,8 @@ def best_config(history: RunHistory, adapter_dir: Path) -> BestConfig:
     carried = {key: value for key, value in wanted.items() if key in known}
     # The base is loaded in the precision of the task, and nothing is recomputed: transformers renamed the option.
     checkpointing = "activation_checkpointing" if "activation_checkpointing" in known else "gradient_checkpointing"
-    training = kind(**carried, **{checkpointing: False}, output_dir=f"{run_dir}-trl", bf16=False, report_to="none")
+    own: dict[str, Any] = {checkpointing: False, "output_dir": f"{run_dir}-trl", "bf16": False, "report_to": "none"}
+    training = kind(**carried, **own)
     left = {
         key: value
         for key, value in wanted.items()
@@ -87,16 +89,16 @@ def training_arguments(task: Task, config: Mapping[str, Any]) -> dict[str, Any]:
     found = {key: value for key, value in config.items() if key not in _OF_THE_ADAPTER and value is not None}
     found["max_length"] = task.max_length or 1024
     found["max_grad_norm"] = config.get("max_grad_norm") or 0.0
-    # transformers' warmup_steps below 1 are a share, and its plain "constant" has no warmup.
     ratio = found.pop("warmup_ratio", 0.0)
-    found["warmup_steps"] = found.get("warmup_steps") or ratio
-    if found["warmup_steps"] and found.get("lr_scheduler_type") == "constant":
-        found["lr_scheduler_type"] = "constant_with_warmup"
-    found["optim_args"] = ",".join(f"{key}={value}" for key, value in dict(found.get("optim_args") or {}).items()) or None
+    found["warmup_steps"] = found.get("warmup_steps") or ratio  # below 1 a share, in transformers too
+    found["optim_args"] = (
+        ",".join(f"{key}={value}" for key, value in dict(found.get("optim_args") or {}).items()) or None
+    )
     if task.method == "sft" and task.train_on == "all":
         found["completion_only_loss"] = False
     if task.method == "dpo":
-        forms = DpoSettings(**{key: config.get(key) for key in DpoSettings.model_fields}).forms
+        settings: dict[str, Any] = {key: config.get(key) for key in DpoSettings.model_fields}
+        forms = DpoSettings(**settings).forms
         found |= {"loss_type": list(forms), "loss_weights": list(forms.values()) if len(forms) > 1 else None}
         found.pop("rpo_alpha", None)
     return found

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from alto.errors import UnsupportedError
 from alto.runs import JobHistory, RunHistory
+from alto.runs.configurations import repeated_configurations
 
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["curve_frame", "import_pandas", "job_frame", "loss_frame"]
+__all__ = ["configuration_frame", "curve_frame", "import_pandas", "job_frame", "loss_frame"]
 
 
 def import_pandas() -> Any:
@@ -24,8 +25,8 @@ def import_pandas() -> Any:
         import pandas
     except ImportError:
         raise UnsupportedError(
-            'a table of results: expected pandas, found that it is not installed; pip install "alto-lora[data]", or use '
-            "result.job_results, which needs no package"
+            'a table of results: expected pandas, found that it is not installed; pip install "alto-lora[data]", or '
+            "use result.job_results, which needs no package"
         ) from None
     return pandas
 
@@ -51,6 +52,24 @@ def _job_row(job: JobHistory) -> dict[str, Any]:
         "samples_budgeted": job.samples_budgeted,
     }
     return {**facts, **{key: value for key, value in job.config.items() if key not in facts}}
+
+
+def configuration_frame(history: RunHistory) -> pandas.DataFrame:
+    """One row a repeated configuration, that of the chosen job first, by the id of its best job."""
+    pandas = import_pandas()
+    rows = [
+        {
+            "best_job": one.jobs[0].job,
+            "mean": one.mean,
+            "sd": one.deviation,
+            "num_jobs": len(one.jobs),
+            **{key: value for key, value in one.jobs[0].config.items() if key != "seed"},
+        }
+        for one in repeated_configurations(history)
+    ]
+    return (
+        pandas.DataFrame(rows).set_index("best_job") if rows else pandas.DataFrame(columns=["mean", "sd", "num_jobs"])
+    )
 
 
 def curve_frame(history: RunHistory) -> pandas.DataFrame:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,4 +33,6 @@ def load_adapter(folder: Path, task: Task, model: PreTrainedModel | None, *, dev
         model = load_network(task.base_model, device=place)
         labels = task.label_set
         model = model if labels is None else classifier_of(model, labels)
-    return PeftModel.from_pretrained(model, str(folder)).eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft reads attributes that transformers has renamed
+        return PeftModel.from_pretrained(model, str(folder)).eval()

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from alto.records import AdapterCheck, FinalistScore, JobResult, Lead, TaskOutcome
 from alto.results.best_config import BestConfig, best_config
 from alto.results.comparison import RunComparison, compare
-from alto.results.frames import curve_frame, job_frame, loss_frame
+from alto.results.frames import configuration_frame, curve_frame, job_frame, loss_frame
 from alto.runs import RunDir, RunHistory, load_run_task, read_history, task_outcome
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ __all__ = ["TaskResult", "load_run"]
 class TaskResult:
     """The result of one task: its best adapter, every job, and its run directory.
 
-    What is not in :attr:`outcome` is read from the run directory when it is asked for. In a terminal with rich, and in a
-    notebook, a result shows its table of jobs; in a notebook its curves too.
+    What is not in :attr:`outcome` is read from the run directory when it is asked for. In a terminal with rich, and in
+    a notebook, a result shows its table of jobs; in a notebook its curves too.
 
     Attributes:
         outcome: The facts, as plain values.
@@ -153,9 +153,20 @@ class TaskResult:
         return job_frame(self.history)
 
     @property
+    def configurations(self) -> pandas.DataFrame:
+        """Where jobs repeat configurations with other seeds, one row a configuration by the id of its best job:
+        ``mean`` and ``sd`` (standard deviation) of the validation loss, or of the task's metric, over its jobs, their
+        number, and the settings. Empty where jobs repeat none.
+
+        Raises:
+            UnsupportedError: pandas is not installed.
+        """
+        return configuration_frame(self.history)
+
+    @property
     def curves(self) -> pandas.DataFrame:
-        """One row an evaluation: ``job``, ``step``, ``progress`` (share of the job's own steps), smoothed training loss,
-        validation loss, test loss where it was measured, and metrics. Step 0 is the frozen base.
+        """One row an evaluation: ``job``, ``step``, ``progress`` (share of the job's own steps), smoothed training
+        loss, validation loss, test loss where it was measured, and metrics. Step 0 is the frozen base.
 
         Raises:
             UnsupportedError: pandas is not installed.
@@ -199,9 +210,7 @@ class TaskResult:
         """
         from alto.results.loading import load_adapter
 
-        task = load_run_task(
-            RunDir.open(self.run_dir), trust_remote_code=trust_remote_code, is_trained=False
-        )
+        task = load_run_task(RunDir.open(self.run_dir), trust_remote_code=trust_remote_code, is_trained=False)
         return load_adapter(Path(self.adapter_dir), task, model, device=device)
 
     def compare(self, other: TaskResult | str | Path) -> RunComparison:

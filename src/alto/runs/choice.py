@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from alto.records import ExitReason, Lead
+from alto.runs.configurations import ConfigurationHistory, repeated_configurations
 from alto.runs.events import RungScored
 from alto.runs.history import RunHistory
 from alto.runs.job_history import JobHistory
@@ -24,6 +25,8 @@ def choice_notes(history: RunHistory) -> tuple[str, ...]:
     if history.result is None or winner is None:
         return ()
     notes = []
+    if configurations := repeated_configurations(history):
+        notes.append(_what_repetitions_say(winner, configurations))
     notes += [_what_failed_at(history, scored) for scored in history.rung_scores if scored.failure]
     if history.scorer_failure:
         notes.append(_what_failed(history, winner))
@@ -74,11 +77,24 @@ def _what_rows_cannot_tell(history: RunHistory, winner: JobHistory, tied: Sequen
     return f"{metric}: {num_rows} validation rows cannot separate {winner.job} from {names}; {decided} decided."
 
 
+def _what_repetitions_say(winner: JobHistory, configurations: Sequence[ConfigurationHistory]) -> str:
+    metric = configurations[0].metric.replace("_", " ")
+    first, *others = (f"{_spread(one)} over {len(one.jobs)} seeds" for one in configurations)
+    next_best = f"; the next best configuration ({configurations[1].jobs[0].job}): {others[0]}" if others else ""
+    return f"{metric} of {winner.job}'s configuration: {first}{next_best}. Configurations were ranked by their means."
+
+
+def _spread(one: ConfigurationHistory) -> str:
+    if math.isnan(one.mean):
+        return "not known, as a job has no finite loss,"
+    return f"{one.mean:.4g}" if math.isnan(one.deviation) else f"{one.mean:.4g} ± {one.deviation:.2g}"
+
+
 def _what_losses_cannot_tell(winner: JobHistory, lead: Lead) -> str:
     low, high = lead.interval
     return (
-        f"loss: {lead.num_rows} validation rows cannot separate {winner.job} from {lead.runner_up}: its loss is lower by "
-        f"{lead.difference:.2g}, with a 95 % interval from {low:.2g} to {high:.2g}."
+        f"loss: {lead.num_rows} validation rows cannot separate {winner.job} from {lead.runner_up}: its loss is lower "
+        f"by {lead.difference:.2g}, with a 95 % interval from {low:.2g} to {high:.2g}."
     )
 
 

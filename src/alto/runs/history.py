@@ -212,6 +212,7 @@ class RunHistory(JournalFold):
     def _plan(self, description: events.JobDescription) -> JobHistory:
         job = self._job(description.job)
         job.config = description.config
+        job.configuration = description.configuration
         job.total_steps = description.total_steps
         job.samples_budgeted = description.samples_budgeted
         return job

@@ -109,6 +109,8 @@ class JobHistory:
         forked_at: Steps after which it continues where ``origin`` was; 0 of all but such copies.
         is_suggested: The search has added it while others trained.
         start: The evaluation of the frozen base; None where the journal does not have it.
+        configuration: Where jobs repeat a configuration with other seeds, the id of the first of those that repeat this
+            one; None of a job that repeats none.
     """
 
     job: str
@@ -136,6 +138,7 @@ class JobHistory:
     exit_reason: ExitReason | str | None = None
     exit_evidence: Mapping[str, float | str] = field(default_factory=dict)
     start: StartValue | None = None
+    configuration: str | None = None
     samples_at_end: int | None = None
 
     @property

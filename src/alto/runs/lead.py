@@ -19,6 +19,7 @@ def lead_of_winner(history: RunHistory) -> Lead | None:
     adapter, or the values of the rows are not known.
 
     By the score of answers where a scorer chose, else by the task's metric; both jobs stand with their best evaluation.
+    Where jobs repeat configurations, the next best one is of another configuration.
     """
     winner = history.best
     if history.result is None or winner is None:
@@ -28,8 +29,8 @@ def lead_of_winner(history: RunHistory) -> Lead | None:
         others = [score for score in history.finalists if score.job != winner.job]
         if not others or winner.job not in rows:
             return None
-        runner_up = max(others, key=lambda score: score.score)
-        return _lead(runner_up.job, history.scorer, rows[winner.job], runner_up.rows, ())
+        next_best = max(others, key=lambda score: score.score)
+        return _lead(next_best.job, history.scorer, rows[winner.job], next_best.rows, ())
     runner_up = next((job for job in history.ranked() if _competes(job, winner)), None)
     if runner_up is None:
         return None
@@ -41,8 +42,9 @@ def lead_of_winner(history: RunHistory) -> Lead | None:
 
 
 def _competes(job: JobHistory, winner: JobHistory) -> bool:
+    is_other = job is not winner and (job.configuration is None or job.configuration != winner.configuration)
     is_finite = math.isfinite(job.best_validation_loss)
-    return job is not winner and is_finite and loss_scale(job.config) == loss_scale(winner.config)
+    return is_other and is_finite and loss_scale(job.config) == loss_scale(winner.config)
 
 
 def _lead(
@@ -60,4 +62,6 @@ def _lead(
     mean = sum(share * difference for share, difference in zip(shares, differences, strict=True)) / total
     residuals = sum((share * (difference - mean)) ** 2 for share, difference in zip(shares, differences, strict=True))
     half = student_quantile(num_rows - 1) * math.sqrt(residuals * num_rows / (num_rows - 1)) / total
-    return Lead(runner_up=runner_up, metric=metric, difference=mean, interval=(mean - half, mean + half), num_rows=num_rows)
+    return Lead(
+        runner_up=runner_up, metric=metric, difference=mean, interval=(mean - half, mean + half), num_rows=num_rows
+    )

@@ -49,7 +49,10 @@ def _of_optuna(value: Any, kind: str, path: str) -> Any:
         if count > _MAX_VALUES:
             raise SpecError(f"{path} should have at most {_MAX_VALUES} values, found {count} in {quoted(value)}.")
         # Multiples of the step are rounded, so that 0.1 and 3 steps of 0.1 give 0.4.
-        return [value.low + index * step if kind == "IntDistribution" else _rounded(value.low + index * step) for index in range(count)]
+        return [
+            value.low + index * step if kind == "IntDistribution" else _rounded(value.low + index * step)
+            for index in range(count)
+        ]
     return {"min": value.low, "max": value.high, "log": bool(value.log)}
 
 

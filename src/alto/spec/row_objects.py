@@ -111,7 +111,9 @@ def _frame_text(frame: Any, key: str) -> str:
     try:
         text: str = frame.to_json(orient="records", lines=True, date_format="iso", force_ascii=False)
     except (ValueError, TypeError, OverflowError) as error:
-        raise SpecError(f"{key} should be a frame of rows that JSON can hold, found one that it cannot: {error}.") from None
+        raise SpecError(
+            f"{key} should be a frame of rows that JSON can hold, found one that it cannot: {error}."
+        ) from None
     return text
 
 
@@ -126,7 +128,8 @@ def _lines(rows: Any, key: str) -> Iterator[bytes]:
         if not isinstance(row, Mapping):
             raise SpecError(
                 f"{key} should yield rows as mappings of columns to values, found {quoted(row)} "
-                f"({type(row).__name__}) as row {number}. Write for example {{'prompt': '2 + 3 =', 'completion': ' 5'}}."
+                f"({type(row).__name__}) as row {number}. Write for example "
+                "{'prompt': '2 + 3 =', 'completion': ' 5'}."
             )
         try:
             yield (json.dumps(dict(row), ensure_ascii=False, allow_nan=False, default=_plain) + "\n").encode()
@@ -182,6 +185,6 @@ def _digest(path: Path) -> str:
 
 def _unwritable(folder: Path, error: OSError) -> DataError:
     return DataError(
-        f"expected to keep the rows of the task in {folder}, found: {error.strerror or error}; free disk space, or name "
-        "another folder with the environment variable ALTO_CACHE"
+        f"expected to keep the rows of the task in {folder}, found: {error.strerror or error}; free disk space, or "
+        "name another folder with the environment variable ALTO_CACHE"
     )

@@ -135,7 +135,9 @@ class Task(DataKeys):
     num_finalists: int = Field(default=4, ge=1, le=1024, description="jobs among whom answers choose")
     early_exit: EarlyExit = Field(default=EarlyExit(), description="early-exit settings")
     search: Search = Field(default=Search(), description="how configurations are found")
-    repeat_by: Literal["seed", "none"] = Field(default="seed", description="what repetitions of a configuration differ in")
+    repeat_by: Literal["seed", "none"] = Field(
+        default="seed", description="what repetitions of a configuration differ in"
+    )
     max_slots: int | None = Field(default=None, ge=1, le=1024, description="jobs resident at a time")
     max_tokens_per_step: int | None = Field(
         default=None, ge=1, le=2**24, description="tokens of a step of all resident jobs"

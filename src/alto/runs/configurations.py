@@ -1,0 +1,67 @@
+"""The configurations of a run whose jobs repeat them with other seeds."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from alto.runs.history import RunHistory
+from alto.runs.job_history import JobHistory
+from alto.spec.metric import LOSS
+
+__all__ = ["ConfigurationHistory", "repeated_configurations"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigurationHistory:
+    """One configuration and the jobs that repeat it.
+
+    Attributes:
+        jobs: Best first.
+        metric: What ``mean`` and ``deviation`` are of: ``loss``, or the task's metric.
+        mean: Mean over the jobs' best adapters; NaN where one has no finite loss.
+        deviation: Their standard deviation (of a sample); NaN of a single one.
+    """
+
+    jobs: tuple[JobHistory, ...]
+    metric: str
+    mean: float
+    deviation: float
+
+
+def repeated_configurations(history: RunHistory) -> list[ConfigurationHistory]:
+    """The repeated configurations of a run, that of the chosen job first, then by their means; empty where jobs repeat
+    none."""
+    groups: dict[str, list[JobHistory]] = {}
+    for job in history.ranked():
+        if job.configuration is not None:
+            groups.setdefault(job.configuration, []).append(job)
+    best = None if history.best is None else history.best.configuration
+    sign = 1.0 if history.metric == LOSS else -1.0
+    found = {name: _configuration(jobs, history.metric) for name, jobs in groups.items()}
+
+    def key(item: tuple[str, ConfigurationHistory]) -> tuple[bool, bool, float]:
+        name, one = item
+        is_unknown = math.isnan(one.mean)
+        return (name != best, is_unknown, 0.0 if is_unknown else sign * one.mean)
+
+    return [one for _, one in sorted(found.items(), key=key)]
+
+
+def _configuration(jobs: Sequence[JobHistory], metric: str) -> ConfigurationHistory:
+    values = [_value_of(job, metric) for job in jobs]
+    are_known = all(map(math.isfinite, values))
+    return ConfigurationHistory(
+        jobs=tuple(jobs),
+        metric=metric,
+        mean=statistics.fmean(values) if are_known else math.nan,
+        deviation=statistics.stdev(values) if are_known and len(values) > 1 else math.nan,
+    )
+
+
+def _value_of(job: JobHistory, metric: str) -> float:
+    if not math.isfinite(job.best_validation_loss):
+        return math.nan
+    return job.best_validation_loss if metric == LOSS else job.best_metrics.get(metric, math.nan)

@@ -1,0 +1,135 @@
+"""Jobs that repeat a configuration with other seeds: the configuration is ranked, not the lucky seed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from alto.early_exit import Selection, policy_from
+from alto.early_exit.repetitions import ranked_configurations
+from alto.early_exit.underperformance import select
+from alto.records import ExitDecision, ExitReason, Standing
+from alto.spec import EarlyExit
+
+PAIRS = {"a1": "a1", "a2": "a1", "b1": "b1", "b2": "b1"}
+
+
+def standing(job: str, loss: float, **facts: object) -> Standing:
+    return Standing(**{"job": job, "step": 5, "validation_loss": loss} | facts)  # type: ignore[arg-type]
+
+
+def standings(losses: Mapping[str, float]) -> list[Standing]:
+    return [standing(job, loss) for job, loss in losses.items()]
+
+
+@pytest.mark.parametrize(
+    ("losses", "places", "kept", "dropped"),
+    [
+        ({"a1": 1.0, "a2": 3.0, "b1": 1.5, "b2": 1.6}, 1, ["b1", "b2"], ["a1", "a2"]),  # the lucky seed of a
+        ({"a1": 1.0, "a2": 1.2, "b1": 1.5, "b2": 1.6}, 1, ["a1", "a2"], ["b1", "b2"]),
+        ({"a1": 1.0, "a2": 3.0, "b1": 1.5, "b2": 1.6}, 2, ["b1", "b2", "a1", "a2"], []),
+        ({"a1": 1.0, "a2": math.inf, "b1": 9.0, "b2": 9.0}, 1, ["b1", "b2"], ["a1", "a2"]),
+        ({"a2": 3.0, "a1": 1.0, "c": 1.9, "d": 5.0}, 2, ["c", "a1", "a2"], ["d"]),  # others are alone
+    ],
+)
+def test_all_jobs_of_a_configuration_are_kept_or_none(
+    losses: Mapping[str, float], places: int, kept: Sequence[str], dropped: Sequence[str]
+) -> None:
+    result = select(places, standings(losses), configuration_of=PAIRS)
+    assert list(result.kept) == kept
+    assert [decision.job for decision in result.dropped] == dropped
+
+
+def test_evidence_counts_configurations() -> None:
+    result = select(1, standings({"a1": 1.0, "a2": 3.0, "b1": 1.5, "b2": 1.7}), configuration_of=PAIRS)
+    assert result.dropped[0].evidence == {
+        "rank": 2.0,
+        "validation_loss": 1.0,
+        "mean_loss": 2.0,
+        "num_competing": 2.0,
+        "num_kept": 1.0,
+        "cutoff_loss": pytest.approx(1.6),
+    }
+
+
+def test_a_configuration_with_a_failed_job_comes_after_all_others() -> None:
+    items = standings({"a1": 1.0, "b1": 5.0, "b2": 5.0})
+    order = [group.mean.job for group in ranked_configurations(items, PAIRS, failed={"a1"})]
+    assert order == ["b1", "a1"]
+
+
+def test_rows_of_scores_are_averaged_and_decide_within_noise() -> None:
+    """The means of the rows are compared: a lead of the mean by one row of four is within noise."""
+    rows = {
+        "a1": (1.0, 1.0, 1.0, 0.0),
+        "a2": (1.0, 1.0, 1.0, 1.0),
+        "b1": (1.0, 1.0, 0.0, 0.0),
+        "b2": (1.0, 1.0, 1.0, 1.0),
+    }
+    losses = {"a1": 2.0, "a2": 2.0, "b1": 1.0, "b2": 1.0}
+    items = [standing(job, losses[job], score=sum(rows[job]) / 4, score_rows=rows[job]) for job in rows]
+    first, second = ranked_configurations(items, PAIRS)
+    assert (first.mean.job, second.mean.job) == ("b1", "a1")
+    assert second.mean.score_rows == (1.0, 1.0, 1.0, 0.5)
+    assert second.mean.score == pytest.approx(0.875)
+
+
+@given(st.permutations(list(PAIRS)), st.lists(st.floats(0.1, 9), min_size=4, max_size=4))
+def test_the_order_in_which_jobs_are_given_does_not_matter(order: Sequence[str], losses: Sequence[float]) -> None:
+    known = dict(zip(PAIRS, losses, strict=True))
+    expected = select(1, standings(known), configuration_of=PAIRS)
+    assert select(1, standings({job: known[job] for job in order}), configuration_of=PAIRS) == expected
+
+
+def trained(losses: Mapping[str, tuple[float, float]], configuration_of: Mapping[str, str]) -> Selection:
+    """Jobs of ten steps with one rung in the middle, that keeps a half."""
+    settings = EarlyExit(rungs=((0.5, 0.5),), detect_divergence=False, detect_overfitting=False)
+    selection = Selection(
+        policy_from(settings), ema_alpha=0.1, total_steps=dict.fromkeys(losses, 10), configuration_of=configuration_of
+    )
+    for job, (middle, _) in losses.items():
+        selection.observe_losses(job, 1, [1.0] * 5)
+        selection.observe(job, 5, middle)
+    assert not (configuration_of and selection.certain_to_be_kept())
+    selection.select()
+    for job in selection.training:
+        selection.observe_losses(job, 6, [1.0] * 5)
+        selection.observe(job, 10, losses[job][1])
+    return selection
+
+
+LUCKY = {"a1": (1.0, 0.5), "a2": (3.0, 2.5), "b1": (1.6, 1.2), "b2": (1.5, 1.4)}
+
+
+def test_the_lucky_seed_does_not_win() -> None:
+    """Alone, a1 has the lowest loss; of configurations, b is better on average, and its best seed is chosen."""
+    assert trained(LUCKY, {}).winner().job == "a1"  # type: ignore[union-attr]
+    selection = trained(LUCKY, PAIRS)
+    assert selection.decision_on("a1").reason is ExitReason.UNDERPERFORMING  # type: ignore[union-attr]
+    assert selection.winner().job == "b1"  # type: ignore[union-attr]
+    assert [point.job for point in selection.leaders(2)] == ["b1", "a1"]
+
+
+def test_a_seed_that_failed_speaks_against_its_configuration() -> None:
+    settings = EarlyExit(rungs=((0.5, 0.5),), detect_divergence=False, detect_overfitting=False)
+    selection = Selection(
+        policy_from(settings), ema_alpha=0.1, total_steps=dict.fromkeys(PAIRS, 10), configuration_of=PAIRS
+    )
+    selection.end(ExitDecision(job="a2", step=0, reason=ExitReason.FAILED))
+    for job, loss in {"a1": 1.0, "b1": 2.0, "b2": 2.0}.items():
+        selection.observe_losses(job, 1, [1.0] * 5)
+        selection.observe(job, 5, loss)
+    assert selection.select().kept == ("b1", "b2")
+    assert selection.leaders(1)[0].job == "b1"
+
+
+def test_places_are_counted_in_configurations() -> None:
+    """Half of two configurations is one, however many jobs repeat them."""
+    three = {**PAIRS, "a3": "a1", "a4": "a1"}
+    selection = trained({**LUCKY, "a3": (3.0, 2.0), "a4": (3.0, 2.0)}, three)
+    assert selection.training == ()
+    assert {job for job in three if selection.decision_on(job) is None} == {"b1", "b2"}
