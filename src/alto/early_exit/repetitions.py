@@ -13,7 +13,7 @@ from alto.records import LossPoint, Standing
 
 __all__ = ["Repeated", "ranked_configurations"]
 
-T = TypeVar("T", LossPoint, Standing)
+T = TypeVar("T", bound=LossPoint | Standing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def _mean(name: str, group: Sequence[T]) -> T:
     starts = [item.start_loss for item in group if item.start_loss is not None]
     facts: dict[str, Any] = {}
     if isinstance(first, Standing):
-        facts["is_training"] = any(item.is_training for item in group)
+        facts["is_training"] = any(isinstance(item, Standing) and item.is_training for item in group)
     return replace(
         first,
         job=name,
