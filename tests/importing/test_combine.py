@@ -110,3 +110,9 @@ def test_tools_may_differ(folder: Path) -> None:
     assert imported.to_yaml(folder).startswith(
         "# Imported by alto from axolotl-dpo.yml (Axolotl), more.yml (Axolotl)\n"
     )
+
+
+def test_one_file_twice_is_refused(folder: Path) -> None:
+    found = import_file(folder / "axolotl-dpo.yml")
+    with pytest.raises(SpecError, match=r"axolotl-dpo\.yml: expected each configuration once, found it twice"):
+        imported_task([found, import_file(Path("axolotl-dpo.yml"))])

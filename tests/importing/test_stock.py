@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from foreign_configs import CONFIGS, write_configs
 from typer.testing import CliRunner, Result
 
@@ -226,10 +227,11 @@ def test_every_configuration_is_expected() -> None:
 def test_a_configuration_becomes_the_expected_task(name: str, folder: Path) -> None:
     done = invoke("import", name, "--to", "task.yaml")
     assert done.exit_code == 0, done.output
-    task = alto.load_task("task.yaml")
-    expected = Task(**EXPECTED[name])
+    text = (folder / "task.yaml").read_text(encoding="utf-8")
+    assert text.startswith(f"# Imported by alto from {name} (")
+    assert yaml.safe_load(text) == EXPECTED[name]
+    task, expected = alto.load_task("task.yaml"), Task(**EXPECTED[name])
     assert task.replace(dataset=expected.dataset, name=expected.name) == expected
-    assert (folder / "task.yaml").read_text(encoding="utf-8").startswith(f"# Imported by alto from {name} (")
     assert CONFIGS[name][0] in done.stderr
 
 
@@ -296,6 +298,26 @@ def test_files_that_are_elsewhere_keep_their_whole_path(folder: Path, tmp_path: 
     assert done.exit_code == 0, done.output
     assert alto.load_task(tmp_path / "tasks" / "task.yaml").dataset == str(folder / "data" / "alpaca.jsonl")
     assert str(folder) in (tmp_path / "tasks" / "task.yaml").read_text(encoding="utf-8")
+
+
+def test_a_path_in_an_override_is_relative_to_the_current_folder(folder: Path) -> None:
+    (folder / "base").mkdir()
+    paths = (
+        "--set",
+        "dataset=data/identity.json",
+        "--set",
+        "validation_dataset=data/alpaca.jsonl",
+        "--set",
+        "model=./base",
+    )
+    done = invoke("import", "axolotl-lora.yml", "--to", "tasks/task.yaml", *paths, "--set", "validation_split=null")
+    assert done.exit_code == 0, done.output
+    task = alto.load_task("tasks/task.yaml")
+    assert (task.dataset, task.validation_dataset, task.model) == (
+        str(folder / "data" / "identity.json"),
+        str(folder / "data" / "alpaca.jsonl"),
+        str(folder / "base"),
+    )
 
 
 def test_a_task_is_not_overwritten(folder: Path) -> None:

@@ -116,6 +116,7 @@ def test_only_keys_that_are_refused_can_be_off():
         "adam_beta3",  # adam_beta1
         "test_size",  # val_size
         "xyz_steps",
+        "max_steps_per_epoch",  # max_steps
         "lr2",
         "",
         "_",

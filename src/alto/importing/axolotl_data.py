@@ -164,6 +164,9 @@ def _form(draft: Draft, entry: Mapping[str, Any], where: str, method: Method) ->
         return _conversation(draft, entry, name, where)
     if name in ("completion", "pretrain"):
         field = entry.get("field", "text")
+        draft.used(
+            f"{where}.type", "dataset_format: text; a text is cut at max_length, where Axolotl makes more rows of it"
+        )
         return "text", ({} if field == "text" else {"text": field})
     if name not in _SFT_TYPES:
         raise _unreadable(kind, where, [*_SFT_TYPES, "chat_template", "completion"])

@@ -98,13 +98,17 @@ def imported_task(files: Sequence[ImportedFile], overrides: Iterable[str] = ()) 
         SpecError: The configurations are not of one task, or model or dataset is missing; or as :class:`Task` does.
         UnknownKeyError, ConflictingKeysError, UnsupportedError: As :class:`Task` does.
     """
+    names = [str(file.path.resolve()) for file in files]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise SpecError(f"{twice}: expected each configuration once, found it twice. Remove one.")
     changes = list(overrides)
     of_space = [change for change in changes if change.strip().startswith("search_space")]
     of_files = [change for change in changes if change not in of_space]
     configurations = {str(file.path): overridden(file.values, of_files) for file in files}
     values = dict(overridden(combined(configurations), of_space))
     searched = set(_searched(values.get("search_space", {})))
-    values = {key: value for key, value in values.items() if key not in searched}
+    values = {key: _from_here(key, value) for key, value in values.items() if key not in searched}
     for key in ("model", "dataset"):
         if values.get(key) is None:
             raise SpecError(
@@ -164,6 +168,16 @@ def _without_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
         if field is None or field.is_required() or key == "method" or value != field.default:
             kept[key] = value
     return kept
+
+
+def _from_here(key: str, value: Any) -> Any:
+    """A path of an override, which is relative to the current folder, as an absolute one."""
+    if key not in _PATHS or not isinstance(value, str) or (key == "model" and not value.startswith(("./", "../"))):
+        return value
+    try:
+        return str(Path(value).resolve()) if Path(value).exists() else value
+    except OSError:  # no name of a file, as the text of a chat template
+        return value
 
 
 def _relative(key: str, value: Any, folder: Path) -> Any:
