@@ -32,7 +32,14 @@ from alto.scheduler import AdmitReason, ParkReason
 from alto.scheduler.ranks import TOLERANCE
 from alto.spec import MAX_JOBS, Budget, EarlyExit, JobConfig, Scoring, Search, SearchSpace, Task
 from alto.spec.job_config import MAPPING_FIELDS
-from alto.spec.keys import JOB_ALIASES, OFF_VALUES, TASK_ALIASES, UNSUPPORTED_KEYS
+from alto.spec.keys import (
+    FIELD_DEFAULTS,
+    JOB_ALIASES,
+    NOT_NEEDED_KEYS,
+    OFF_VALUES,
+    TASK_ALIASES,
+    UNSUPPORTED_KEYS,
+)
 from alto.spec.lr_schedules import DOMAINS, KWARGS_OF_SCHEDULES
 from alto.spec.method import OWN_METHODS, find_method
 from alto.spec.validation import SpecModel, _expected
@@ -54,8 +61,8 @@ errors.
 - [Run directory](#run-directory), [journal](#journal), [numbers of an exit](#numbers-of-an-exit)
 
 A task file is YAML. A misspelt key is an error with a suggestion, and so are two spellings of one field, a number in
-quotes, and a value out of bounds. YAML needs a point and a sign in a number with an exponent: `1.0e-4`; after `--set`,
-`1e-4` is a number too. Paths are relative to the file.
+quotes, and a value out of bounds; all unknown keys are named at once. `1e-4` is a number, in a file and after `--set`.
+Paths are relative to the file.
 """
 
 TYPES: Mapping[Any, str] = {
@@ -331,20 +338,39 @@ Under `select_by`, where it is a mapping. [evaluation.md](evaluation.md#choosing
 
 
 def refused_section() -> str:
-    by_remedy: dict[str, list[str]] = {}
-    for key, remedy in UNSUPPORTED_KEYS.items():
-        by_remedy.setdefault(remedy, []).append(key)
-    rows = [[", ".join(map(_code, sorted(keys))), remedy] for remedy, keys in by_remedy.items()]
-    off = ", ".join(f"`{key}: {_yaml(value)}`" for key, values in sorted(OFF_VALUES.items()) for value in values)
     return f"""## Keys that are refused
 
-Keys of PEFT and trainers that are refused by name rather than ignored:
+Keys of transformers' `TrainingArguments`, TRL's `SFTConfig`, `DPOConfig` and `KTOConfig`, PEFT's `LoraConfig` and of
+LLaMA-Factory that tasks do not have are refused by name rather than ignored, all in one error, so that nobody believes
+that they have an effect. With null, or with a value in brackets, a key asks for nothing and is left out silently.
+`alto import` turns whole configurations of these tools into tasks: [coming-from-axolotl.md](coming-from-axolotl.md).
 
-{_table(("key", "what to do"), rows)}
+They would change what is learned:
 
-With null, or with a value without effect, such a key is left out silently, so that a configuration can be pasted:
-{off}.
+{_table(("key", "what to do"), _by_reason(UNSUPPORTED_KEYS))}
+
+They are not needed:
+
+{_table(("key", "because"), _by_reason(NOT_NEEDED_KEYS))}
+
+Where a task has a field of the same name, these values stand for its default, as they do in `TrainingArguments`:
+{", ".join(f"`{key}: {_yaml(value)}`" for key, values in FIELD_DEFAULTS.items() for value in values)}.
 """
+
+
+def _by_reason(reasons: Mapping[str, str]) -> list[list[str]]:
+    keys: dict[str, list[str]] = {}
+    for key, reason in reasons.items():
+        keys.setdefault(reason, []).append(key)
+    return [
+        [", ".join(map(_with_off_values, sorted(named))), _capitalised(reason.rstrip("."))]
+        for reason, named in keys.items()
+    ]
+
+
+def _with_off_values(key: str) -> str:
+    values = OFF_VALUES.get(key, ())
+    return _code(key) + (f" ({', '.join(f'`{_yaml(value)}`' for value in values)})" if values else "")
 
 
 def datasets_section() -> str:
@@ -633,7 +659,7 @@ def _yaml(value: object) -> str:
         raise TypeError(f"no YAML for {value!r}")
     if isinstance(value, float):
         return f"{value:g}"
-    return yaml.safe_dump(value, default_flow_style=True).removesuffix("\n...\n").strip()
+    return yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("\n...\n").strip()
 
 
 def _code(text: object) -> str:

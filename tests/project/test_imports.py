@@ -38,7 +38,8 @@ ALLOWED = {
     ),
     "cluster": ("scheduler", "runs"),
     "trackers": ("runs", "spec", "errors"),
-    "cli": ("engine", "spec", "runs", "export"),
+    "cli": ("engine", "spec", "runs", "export", "importing"),
+    "importing": ("errors", "spec"),
     "export": ("errors", "records", "spec", "runs"),
 }
 """Which packages each package may import, among others."""
@@ -73,6 +74,9 @@ BREACHES = [
     ("trackers", "alto.cli", "alto.trackers"),
     ("trackers", "alto.cli", "alto.cluster"),
     ("engine", "alto.executor", "alto.engine"),
+    ("pure", "alto.importing", "transformers"),
+    ("importing", "alto.engine", "alto.importing"),
+    ("runs", "alto.importing", "alto.runs"),
     ("cli", "alto.engine", "alto.cli"),
     ("results", "alto.executor", "alto.results"),
     ("light", "alto.engine", "pandas"),

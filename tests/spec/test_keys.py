@@ -3,8 +3,16 @@ from __future__ import annotations
 import pytest
 
 from alto.errors import ConflictingKeysError, UnknownKeyError, UnsupportedError
+from alto.spec import Task
 from alto.spec.job_config import JOB_FIELDS
-from alto.spec.keys import JOB_ALIASES, OFF_VALUES, TASK_ALIASES, UNSUPPORTED_KEYS, canonical_keys
+from alto.spec.keys import (
+    JOB_ALIASES,
+    NOT_NEEDED_KEYS,
+    OFF_VALUES,
+    TASK_ALIASES,
+    UNSUPPORTED_KEYS,
+    canonical_keys,
+)
 from alto.spec.task import TASK_FIELDS
 
 
@@ -15,7 +23,7 @@ def canonical(given):
 def test_every_spelling_means_one_existing_field():
     assert set(JOB_ALIASES.values()) <= set(JOB_FIELDS)
     assert set(TASK_ALIASES.values()) <= set(TASK_FIELDS)
-    spellings = [*JOB_FIELDS, *TASK_FIELDS, *JOB_ALIASES, *TASK_ALIASES, *UNSUPPORTED_KEYS]
+    spellings = [*JOB_FIELDS, *TASK_FIELDS, *JOB_ALIASES, *TASK_ALIASES, *UNSUPPORTED_KEYS, *NOT_NEEDED_KEYS]
     assert len(spellings) == len(set(spellings))
 
 
@@ -68,10 +76,18 @@ def test_unsupported_keys_are_refused_by_name_everywhere(key):
         canonical({key: "something"})
 
 
+@pytest.mark.parametrize("key", sorted(NOT_NEEDED_KEYS))
+def test_keys_that_are_not_needed_say_why(key):
+    with pytest.raises(
+        UnsupportedError, match=rf"here has the key '{key}', which is not needed: .*\. Remove the key\."
+    ):
+        canonical({key: "something"})
+
+
 @pytest.mark.parametrize(
     ("key", "off"),
     [
-        *((key, None) for key in sorted(UNSUPPORTED_KEYS)),
+        *((key, None) for key in sorted({*UNSUPPORTED_KEYS, *NOT_NEEDED_KEYS})),
         *((key, off) for key in OFF_VALUES for off in OFF_VALUES[key]),
     ],
 )
@@ -85,5 +101,85 @@ def test_a_setting_with_the_name_of_an_unsupported_key_is_kept_even_if_it_is_off
     assert canonical_keys(given, fields=tuple(given), aliases={}, where="here") == given
 
 
-def test_only_unsupported_keys_can_be_off():
-    assert OFF_VALUES.keys() <= UNSUPPORTED_KEYS.keys()
+def test_only_keys_that_are_refused_can_be_off():
+    assert OFF_VALUES.keys() <= {*UNSUPPORTED_KEYS, *NOT_NEEDED_KEYS}
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "deepspeeed",  # seed
+        "save_stepz",  # max_steps
+        "eval_batch_size",  # batch_size
+        "use_lora",  # use_dora
+        "use_qlora",  # use_dora
+        "adam_beta3",  # adam_beta1
+        "test_size",  # val_size
+        "xyz_steps",
+        "max_steps_per_epoch",  # max_steps
+        "lr2",
+        "",
+        "_",
+        "a" * 100_000,
+    ],
+)
+def test_another_key_is_not_taken_for_a_misspelt_one(key):
+    with pytest.raises(UnknownKeyError) as caught:
+        Task(model="m", dataset="d", **{key: 1})
+    assert "Did you mean" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("learningrate", "learning_rate"),
+        ("learning-rate", "learning_rate"),
+        ("lerning_rate", "learning_rate"),
+        ("laerning_rate", "learning_rate"),
+        ("max_seq_len", "max_seq_length"),
+        ("optimizer_args", "optim_args"),
+        ("data", "dataset"),
+        ("datasets", "dataset"),
+        ("gradient_acumulation_step", "gradient_accumulation_steps"),
+    ],
+)
+def test_a_misspelt_key_of_a_task_is_found(key, meant):
+    with pytest.raises(UnknownKeyError, match=rf"Did you mean '{meant}'\?"):
+        Task(model="m", **({"dataset": "d"} if meant != "dataset" else {}), **{key: 1})
+
+
+def test_all_keys_that_are_refused_are_named_at_once():
+    given = {"lerning_rate": 1, "save_steps": 100, "use_qalora": True, "xyzzy": 1, 3: 4, "r": 8, "logging_steps": 10}
+    with pytest.raises(UnknownKeyError) as caught:
+        canonical(given)
+    lines = str(caught.value).splitlines()
+    assert [line.split("key ")[1].split()[0].strip(",.") for line in lines] == [
+        *("'lerning_rate'", "'save_steps'", "'use_qalora'", "'xyzzy'", "3")
+    ]
+    assert lines[-1].count("Known keys are") == 1
+
+
+def test_keys_that_are_known_and_refused_are_no_misspelt_ones():
+    with pytest.raises(UnsupportedError) as caught:
+        canonical({"save_steps": 100, "use_qalora": True})
+    assert len(str(caught.value).splitlines()) == 2
+
+
+def test_a_long_list_of_keys_is_shortened():
+    with pytest.raises(UnknownKeyError, match="here has 180 further keys that are unknown or not supported") as caught:
+        canonical({f"k{number}x": 1 for number in range(200)})
+    assert len(str(caught.value).splitlines()) == 21
+
+
+def test_keys_of_other_places_are_named_with_the_others():
+    with pytest.raises(UnknownKeyError) as caught:
+        Task(model="m", dataset="d", policy="paper", tau_gap=0.1, save_steps=1)
+    assert [line.split("key ")[1].split(",")[0] for line in str(caught.value).splitlines()] == [
+        *("'policy'", "'tau_gap'", "'save_steps'")
+    ]
+    with pytest.raises(UnknownKeyError) as caught:
+        Task(model="m", dataset="d", search_space={"max_length": [1], "model": ["a"]})
+    assert len(str(caught.value).splitlines()) == 2
+    with pytest.raises(UnknownKeyError) as caught:
+        Task(model="m", dataset="d", beta=0.1, loss_type="ipo")
+    assert len(str(caught.value).splitlines()) == 2

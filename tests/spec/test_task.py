@@ -203,7 +203,7 @@ def test_unsafe_names(name):
         ({"modle": "x"}, UnknownKeyError, r"the task has the unknown key 'modle'. Did you mean 'model'"),
         ({"base_model": "x"}, ConflictingKeysError, r"both 'model' and 'base_model'"),
         ({"r": [8, 16]}, SpecError, r"^r .*found \[8, 16\].*belongs under 'search_space'"),
-        ({"lr": "1e-4"}, SpecError, r"YAML reads 1e-4 as text; write 1\.0e-4"),
+        ({"lr": "1e-4"}, SpecError, r"found '1e-4' \(text\)\. Write 1e-4 without quotes"),
         ({"lr": 1e-4, "search_space": {"learning_rate": [1e-3]}}, ConflictingKeysError, r"both at the top level"),
         ({"r": 8, "search_space": {"paired": {"rank": [4]}}}, ConflictingKeysError, r"'r' is given both"),
         ({"search_space": {"max_length": [512]}}, UnknownKeyError, r"Move it to the top level"),

@@ -236,7 +236,7 @@ class JobConfig(SpecModel):
         if match is None:
             raise ValueError(
                 f"should be a number > 0, 'r', or a multiple of r such as '2*r', found {quoted(value)}. "
-                "Write one of these, a number without quotes and with a point before its exponent."
+                "Write one of these, a number without quotes."
             )
         # A refused rank is reported separately; any positive number replaces it here.
         return float(match["factor"] or 1) * info.data.get("r", 1)

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from alto.errors import ConflictingKeysError, UnknownKeyError, UnsupportedError
 from alto.spec.quoting import quoted
+from alto.spec.suggestions import nearest_key
+from alto.spec.trainer_keys import (
+    FIELD_DEFAULTS,
+    NOT_NEEDED_KEYS,
+    TRAINER_OFF_VALUES,
+    UNSUPPORTED_TRAINER_KEYS,
+)
 
-__all__ = ["JOB_ALIASES", "OFF_VALUES", "TASK_ALIASES", "UNSUPPORTED_KEYS", "canonical_keys"]
+__all__ = [
+    "FIELD_DEFAULTS",
+    "JOB_ALIASES",
+    "NOT_NEEDED_KEYS",
+    "OFF_VALUES",
+    "TASK_ALIASES",
+    "UNSUPPORTED_KEYS",
+    "asks_for_nothing",
+    "canonical_keys",
+]
 
 JOB_ALIASES: Mapping[str, str] = {
     "lr": "learning_rate",
@@ -22,6 +37,7 @@ JOB_ALIASES: Mapping[str, str] = {
     "dropout": "lora_dropout",
     "lora_target": "target_modules",
     "lora_target_modules": "target_modules",
+    "lora_target_parameters": "target_parameters",
     "peft_use_rslora": "use_rslora",
     "peft_use_dora": "use_dora",
     "peft_init_lora_weights": "init_lora_weights",
@@ -38,6 +54,7 @@ TASK_ALIASES: Mapping[str, str] = {
     "model_name_or_path": "model",
     "dataset_name": "dataset",
     "dataset_config_name": "dataset_config",
+    "train_dataset": "dataset",
     "eval_dataset": "validation_dataset",
     "val_size": "validation_split",
     "val_set_size": "validation_split",
@@ -47,6 +64,8 @@ TASK_ALIASES: Mapping[str, str] = {
     "sequence_len": "max_length",
     "max_seq_length": "max_length",
     "torch_dtype": "dtype",
+    "activation_checkpointing": "gradient_checkpointing",
+    "chat_template_path": "chat_template",
 }
 """Other spellings of a task's own fields."""
 
@@ -114,6 +133,7 @@ UNSUPPORTED_KEYS: Mapping[str, str] = {
     **dict.fromkeys(("dpo_use_weighting", "use_weighting"), _WHOLE_DISTRIBUTION),
     "pref_ftx": "Write 'rpo_alpha', which adds the cross-entropy per token of all chosen replies of a batch.",
     **dict.fromkeys(("max_completion_length", "max_prompt_length", "truncation_mode"), _CUT_AT_THE_END),
+    **UNSUPPORTED_TRAINER_KEYS,
 }
 """Well-known keys that this version does not support, with the remedy; they are not treated as misspelt keys."""
 
@@ -144,62 +164,108 @@ OFF_VALUES: Mapping[str, tuple[Any, ...]] = {
         ),
         (False,),
     ),
+    **TRAINER_OFF_VALUES,
 }
-"""Values, besides null, with which a key of :data:`UNSUPPORTED_KEYS` has no effect, such as PEFT's own default."""
+"""Values, besides null, with which a key of :data:`UNSUPPORTED_KEYS` or :data:`NOT_NEEDED_KEYS` has no effect, such as
+PEFT's own default."""
 
 _NOTES = frozenset({"auto_mapping", "inference_mode", "megatron_core", "peft_version", "qalora_group_size"})
 """Other keys that PEFT writes into every configuration; alone they have no effect."""
 
+_MAX_REFUSED = 20
+"""Keys that an error lists."""
+
 
 def canonical_keys(
-    given: Mapping[Any, Any], *, fields: Collection[str], aliases: Mapping[str, str], where: str
+    given: Mapping[Any, Any],
+    *,
+    fields: Collection[str],
+    aliases: Mapping[str, str],
+    where: str,
+    elsewhere: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Rename every key to its canonical spelling; order and values stay.
 
-    A known, unsupported key that is switched off is left out, so that a pasted configuration works.
+    A known key of another program that is switched off, or at a default that asks for nothing, is left out, so that a
+    pasted configuration works. All keys that are refused are in one error, a line each.
 
     Args:
         given: Keys as the user wrote them.
         fields: Canonical names allowed here.
         aliases: Other spellings; those of fields not allowed here are ignored.
         where: Place of the keys, for messages ("the task", "search_space", ...).
+        elsewhere: Keys that belong under another key, and its name.
 
     Raises:
         UnknownKeyError: A key is neither a field nor an alias of one.
         ConflictingKeysError: Two spellings of one field.
-        UnsupportedError: A key of PEFT or of a trainer that this version does not support.
+        UnsupportedError: Only keys of PEFT or of a trainer that this version does not support, or does not need.
     """
-    given = {key: value for key, value in given.items() if key in fields or not _asks_for_nothing(key, value)}
     spellings = {name: name for name in fields} | {a: name for a, name in aliases.items() if name in fields}
+    kept = {key: value for key, value in given.items() if not _asks_for_nothing(key, value, spellings)}
+    refused = [key for key in kept if not (isinstance(key, str) and key in spellings)]
+    if refused:
+        raise _refusal(refused, spellings, where, elsewhere or {})
     written: dict[str, str] = {}
-    for key in given:
-        name = spellings.get(key) if isinstance(key, str) else None
-        if name is None:
-            raise _refusal(key, spellings, where)
+    for key in kept:
+        name = spellings[key]
         if name in written:
             raise ConflictingKeysError(
                 f"{where} gives {name!r} twice: found both {written[name]!r} and {key!r}, expected one. Remove one."
             )
         written[name] = key
-    return {name: given[key] for name, key in written.items()}
+    return {name: kept[key] for name, key in written.items()}
 
 
-def _asks_for_nothing(key: object, value: object) -> bool:
-    if key in UNSUPPORTED_KEYS:
-        return value is None or value in OFF_VALUES.get(str(key), ())
+def asks_for_nothing(key: str, value: object) -> bool:
+    """Whether the key of another program, which tasks do not have, has no effect with ``value``."""
+    if key in UNSUPPORTED_KEYS or key in NOT_NEEDED_KEYS:
+        return value is None or value in OFF_VALUES.get(key, ())
     return key in _NOTES
 
 
-def _refusal(key: object, spellings: Mapping[str, str], where: str) -> UnknownKeyError | UnsupportedError:
+def _asks_for_nothing(key: object, value: object, spellings: Mapping[str, str]) -> bool:
     if not isinstance(key, str):
-        return UnknownKeyError(
-            f"{where} has the key {quoted(key)} ({type(key).__name__}); expected text. Put the key in quotes if it is "
-            f"meant."
-        )
+        return False
+    if key in spellings:
+        defaults = FIELD_DEFAULTS.get(spellings[key], ())
+        return any(value is default or (value == default and not isinstance(value, bool)) for default in defaults)
+    return asks_for_nothing(key, value)
+
+
+def _refusal(
+    keys: Sequence[Any], spellings: Mapping[str, str], where: str, elsewhere: Mapping[str, str]
+) -> UnknownKeyError | UnsupportedError:
+    """One error for all ``keys``: that of unknown keys where one is."""
+    answers = {key: _answer(key, elsewhere) for key in keys}
+    listed = keys[:_MAX_REFUSED]
+    near = {key: nearest_key(key, spellings) for key in listed if isinstance(key, str) and answers[key] is None}
+    lines = [f"{where} has {answers[key] or _unknown(key, near.get(key))}" for key in listed]
+    if len(keys) > _MAX_REFUSED:
+        lines.append(f"{where} has {len(keys) - _MAX_REFUSED} further keys that are unknown or not supported.")
+    if None in near.values():
+        lines[-1] += f" Known keys are {', '.join(sorted(set(spellings.values())))}."
+    are_answered = all(answer is not None and key not in elsewhere for key, answer in answers.items())
+    return (UnsupportedError if are_answered else UnknownKeyError)("\n".join(lines))
+
+
+def _answer(key: object, elsewhere: Mapping[str, str]) -> str | None:
+    """Why a key that tasks do not have is refused, and what to do; None of an unknown one."""
+    if not isinstance(key, str):
+        return None
+    if key in elsewhere:
+        return f"the key {key!r}, which is expected under {elsewhere[key]!r}. Move it there."
     if key in UNSUPPORTED_KEYS:
-        return UnsupportedError(f"{where} has the key {key!r}, which is not supported. {UNSUPPORTED_KEYS[key]}")
-    near = difflib.get_close_matches(key.lower(), spellings, n=1, cutoff=0.6)
-    remedy = f"Did you mean {near[0]!r}?" if near else f"Known keys are {', '.join(sorted(set(spellings.values())))}."
+        return f"the key {key!r}, which is not supported. {UNSUPPORTED_KEYS[key]}"
+    if key in NOT_NEEDED_KEYS:
+        return f"the key {key!r}, which is not needed: {NOT_NEEDED_KEYS[key]}. Remove the key."
+    return None
+
+
+def _unknown(key: object, near: str | None) -> str:
+    if not isinstance(key, str):
+        kind = type(key).__name__
+        return f"the key {quoted(key)} ({kind}); expected text. Put the key in quotes if it is meant."
     # A letter of another alphabet may look like the right one.
-    written = quoted(key) if quoted(key).isascii() else f"{quoted(key)} ({ascii(quoted(key))[1:-1]})"
-    return UnknownKeyError(f"{where} has the unknown key {written}. {remedy}")
+    shown = quoted(key) if quoted(key).isascii() else f"{quoted(key)} ({ascii(quoted(key))[1:-1]})"
+    return f"the unknown key {shown}." + (f" Did you mean {near!r}?" if near is not None else "")

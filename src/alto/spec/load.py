@@ -36,9 +36,9 @@ def load_task(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Ta
     Args:
         path: The file.
         overrides: ``key=value`` each, applied in order. Dots lead into nested settings
-            (``early_exit.policy=paper``, ``search_space.lr=[1e-4, 2e-4]``); the value is YAML in which ``1e-4`` is a
-            number. An override replaces the field under any of its spellings, and fixes a job's field that the file
-            searches. Of several with the same spelling the last counts; two spellings of one key are an error.
+            (``early_exit.policy=paper``, ``search_space.lr=[1e-4, 2e-4]``); the value is YAML. An override replaces
+            the field under any of its spellings, and fixes a job's field that the file searches. Of several with the
+            same spelling the last counts; two spellings of one key are an error.
 
     Raises:
         SpecError: No such file, no YAML, not a mapping, an invalid override, or an invalid task.
@@ -177,7 +177,7 @@ def overridden(values: Mapping[Any, Any], overrides: Iterable[str]) -> Mapping[A
 
 
 def parse_override(override: str) -> tuple[str, Any]:
-    """Key and value of ``key=value``; the value is YAML in which ``1e-4`` is a number.
+    """Key and value of ``key=value``; the value is YAML.
 
     Raises:
         SpecError: It is not of that form.
@@ -188,7 +188,7 @@ def parse_override(override: str) -> tuple[str, Any]:
             f"An override should be key=value, found {quoted(override)}. Write for example early_exit=false."
         )
     try:
-        return dotted.strip(), read_yaml(text, is_override=True)
+        return dotted.strip(), read_yaml(text)
     except NotYamlError as error:
         raise SpecError(
             f"The value of the override {quoted(override)} should be valid YAML, found: {error}. Put text in quotes."

@@ -86,7 +86,7 @@ def supported_scheduler(value: object) -> object:
         UnsupportedError: It depends on losses.
     """
     name = getattr(value, "value", value)
-    if name in _REFUSED:
+    if isinstance(name, str) and name in _REFUSED:
         raise UnsupportedError(
             f"lr_scheduler_type: expected a schedule that is fixed before the job starts, found {quoted(name)}: "
             f"{_REFUSED[str(name)]}. Write another, such as 'cosine'."

@@ -39,6 +39,10 @@ SETTING_ALIASES: Mapping[str, str] = {
 """Other spellings of the settings of ALTO's own methods."""
 
 
+_SAME_AS_NONE: Mapping[tuple[str, str], tuple[str, ...]] = {("sft", "loss_type"): ("nll", "chunked_nll")}
+"""By method and a setting of others: values that TRL has for what the method does."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
     """A method: its name and the entry of its objective.
@@ -77,17 +81,20 @@ class Method:
         Raises:
             UnknownKeyError: One has a value.
         """
-        kept = {}
+        kept: dict[str, Any] = {}
+        refused = []
         for key, value in given.items():
             having = _METHODS_WITH.get(key, ())
             if key in self.fields or not having:
                 kept[key] = value
-            elif value is not None and value != [None]:
+            elif value is not None and value != [None] and value not in _SAME_AS_NONE.get((self.name, key), ()):
                 listed = " and ".join(part for part in (", ".join(having[:-1]), having[-1]) if part)
-                raise UnknownKeyError(
+                refused.append(
                     f"{key!r} is a setting of method {listed}, found with method {self.name!r}. Remove "
                     "the key, or change the method."
                 )
+        if refused:
+            raise UnknownKeyError("\n".join(refused))
         return kept
 
     def settings(self, values: Mapping[str, Any]) -> ObjectiveSettings:

@@ -10,7 +10,7 @@ import yaml
 
 from alto.spec.quoting import quoted
 
-__all__ = ["MAX_VALUES", "NotYamlError", "num_values", "read_yaml"]
+__all__ = ["MAX_VALUES", "NotYamlError", "num_values", "read_yaml", "write_yaml"]
 
 MAX_VALUES = 50_000
 """Keys and values a task may hold; those that an alias repeats count each time."""
@@ -26,19 +26,24 @@ class NotYamlError(Exception):
     """A text is not YAML, or is larger than a task can be; the message states what was found."""
 
 
-def read_yaml(text: str, *, is_override: bool = False) -> Any:
+def read_yaml(text: str) -> Any:
     """The value of the YAML ``text``.
 
-    Args:
-        is_override: Whether ``1e-4`` is a number, as on every other command line, and not text, as in YAML 1.1.
+    ``1e-4``, ``1E3`` and ``.5e3`` are numbers, as in YAML 1.2 and everywhere else; in YAML 1.1 they are text.
 
     Raises:
         NotYamlError: It is no YAML, gives a key twice, or has too many values or levels.
     """
     try:
-        return yaml.load(text, Loader=_OverrideLoader if is_override else _StrictLoader)
+        return yaml.load(text, Loader=_StrictLoader)
     except yaml.YAMLError as error:
         raise NotYamlError(str(error)) from None
+
+
+def write_yaml(value: object) -> str:
+    """``value`` as YAML that :func:`read_yaml` reads back: a text that looks like one of its numbers is in quotes."""
+    text: str = yaml.dump(value, Dumper=_StrictDumper, sort_keys=False, allow_unicode=True)
+    return text
 
 
 def num_values(value: object) -> int:
@@ -95,13 +100,15 @@ class _StrictLoader(yaml.SafeLoader):
             ) from None
 
 
-class _OverrideLoader(_StrictLoader):
-    """The same, with ``1e-4`` as a number."""
+class _StrictDumper(yaml.SafeDumper):
+    """Writes what :class:`_StrictLoader` reads."""
 
 
-_OverrideLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(?:\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-)
+_EXPONENT = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+$")
+"""A number with an exponent; YAML 1.1 wants a point and a sign in it."""
+
+for _kind in (_StrictLoader, _StrictDumper):
+    _kind.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+.0123456789"))
 
 
 def _measure(node: yaml.Node, known: dict[int, tuple[int, int] | None]) -> tuple[int, int]:

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
-import yaml
 from pydantic import ConfigDict, Field, PrivateAttr, field_validator
 
 from alto.errors import SpecError, UnknownKeyError, UnsupportedError
@@ -28,6 +27,7 @@ from alto.spec.row_objects import with_rows_in_files
 from alto.spec.scoring import Scoring, parse_select_by
 from alto.spec.search import Search
 from alto.spec.search_space import SearchSpace, written
+from alto.spec.strict_yaml import write_yaml
 from alto.spec.task_checks import (
     check_fixed,
     check_given_once,
@@ -290,8 +290,7 @@ class Task(DataKeys):
 
     def to_yaml(self) -> str:
         """The task as a file that :func:`alto.spec.load_task` reads back to an equal task."""
-        text: str = yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
-        return text
+        return write_yaml(self.to_dict())
 
     def replace(self, **changes: Any) -> Self:
         """A new, fully checked task with some keys changed; the two ways to validate, or to test, replace each other.
@@ -332,10 +331,8 @@ def _canonical(values: Mapping[str, Any], method: Method) -> dict[str, Any]:
     """``values`` by canonical names."""
     fields = (*TASK_FIELDS, *JOB_FIELDS, *method.known_keys)
     aliases = {**JOB_ALIASES, **TASK_ALIASES, **method.aliases}
-    for key in values:
-        if key in EarlyExit.model_fields and key not in fields:
-            raise UnknownKeyError(f"the task has the key {key!r}, which is expected under 'early_exit'. Move it there.")
-    return canonical_keys(values, fields=fields, aliases=aliases, where="the task")
+    elsewhere = {key: "early_exit" for key in EarlyExit.model_fields if key not in fields}
+    return canonical_keys(values, fields=fields, aliases=aliases, where="the task", elsewhere=elsewhere)
 
 
 def _search_space(value: object, method: Method) -> SearchSpace:
@@ -347,12 +344,15 @@ def _search_space(value: object, method: Method) -> SearchSpace:
             "for example {learning_rate: [1.0e-4, 2.0e-4]}."
         )
     if isinstance(value, Mapping):
-        for key in value:
-            if key in TASK_FIELDS or key in TASK_ALIASES:
-                raise UnknownKeyError(
+        misplaced = [key for key in value if key in TASK_FIELDS or key in TASK_ALIASES]
+        if misplaced:
+            raise UnknownKeyError(
+                "\n".join(
                     f"search_space has the key {key!r}, expected fields of a job: this one is the same for all jobs of "
-                    f"a task. Move it to the top level of the task."
+                    "a task. Move it to the top level of the task."
+                    for key in misplaced
                 )
+            )
     return SearchSpace.parse(value, method)
 
 

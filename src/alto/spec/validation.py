@@ -24,9 +24,9 @@ __all__ = [
     "check_defaults",
     "check_path",
     "is_finite_number",
+    "is_number_text",
     "plain",
     "spec_error",
-    "yaml_number",
 ]
 
 
@@ -116,18 +116,9 @@ def plain(value: Any) -> Any:
     return value
 
 
-def yaml_number(text: str) -> str | None:
-    """The spelling of the number ``text`` that YAML 1.1 reads as a number; None if it is not a number.
-
-    YAML 1.1 needs both the point and the exponent's sign: ``1e-4`` and ``1.0e4`` are text, ``1.0e-4`` is a number.
-    """
-    match = re.fullmatch(r"([-+]?\d+)(?:\.(\d*))?(?:[eE]([-+]?)(\d+))?", text.strip())
-    if match is None:
-        return None
-    whole, fraction, sign, exponent = match.groups()
-    if exponent is None:
-        return text.strip()
-    return f"{whole}.{fraction or '0'}e{sign or '+'}{exponent}"
+def is_number_text(text: str) -> bool:
+    """Whether YAML reads ``text`` as a number where it is not in quotes."""
+    return re.fullmatch(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?", text.strip()) is not None
 
 
 def _sentence(details: ErrorDetails, model: type[BaseModel]) -> str:
@@ -191,12 +182,7 @@ def _remedy(value: object, field: FieldInfo) -> str:
     if isinstance(value, list | tuple | dict):
         return "Give one value; what varies between jobs belongs under 'search_space'."
     if wants_number and isinstance(value, str):
-        number = yaml_number(value)
-        if number is None:
-            return "Write a number."
-        if number == value.strip():
-            return f"Write {number} without quotes."
-        return f"YAML reads {value.strip()} as text; write {number}."
+        return f"Write {value.strip()} without quotes." if is_number_text(value) else "Write a number."
     if wants_number and isinstance(value, bool):
         return "Write a number, not true or false."
     if isinstance(value, float) and not math.isfinite(value):

@@ -1,0 +1,224 @@
+"""Axolotl: files of ``axolotl train``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from alto.errors import SpecError, UnsupportedError
+from alto.importing.axolotl_data import read_datasets
+from alto.importing.axolotl_keys import ANSWERS
+from alto.importing.draft import Draft
+from alto.importing.trainer import (
+    compares_replies_as_tool,
+    local_model,
+    read_template_file,
+    read_trainer_keys,
+    set_defaults,
+    validation_share,
+)
+from alto.spec.method import find_method
+from alto.spec.quoting import quoted
+
+__all__ = ["MARKS", "read_axolotl"]
+
+MARKS = frozenset(
+    {
+        *("base_model", "adapter", "sequence_len", "micro_batch_size", "num_epochs", "val_set_size", "sample_packing"),
+        *("lora_target_linear", "lora_model_dir", "dataset_prepared_path", "train_on_inputs", "flash_attention"),
+        *("special_tokens", "wandb_project", "evals_per_epoch", "saves_per_epoch", "pad_to_sequence_len", "rl"),
+        *("tokenizer_type", "model_type", "eval_sample_packing", "early_stopping_patience", "test_datasets"),
+        *("shuffle_merged_datasets", "chat_template_jinja", "strict", "lora_fan_in_fan_out", "xformers_attention"),
+    }
+)
+"""Keys by which a configuration of Axolotl is recognised."""
+
+_METHODS = {None: "sft", "dpo": "dpo", "ipo": "dpo", "orpo": "orpo", "kto": "kto", "simpo": "cpo"}
+_ADAPTERS = ("lora", "qlora")
+
+_DEFAULTS = {
+    "max_length": 512,
+    "per_device_train_batch_size": 1,
+    "num_train_epochs": 1,
+    "lr_scheduler_type": "cosine",
+}
+_WARMUP = 0.03
+
+_OTHER_NAMES = {
+    "optimizer": "optim",
+    "lr_scheduler": "lr_scheduler_type",
+    "noisy_embedding_alpha": "neftune_noise_alpha",
+    "peft_layers_to_transform": "layers_to_transform",
+    "peft_layers_pattern": "layers_pattern",
+    "lora_exclude_modules": "exclude_modules",
+}
+
+_PACKED = (
+    "rows are never padded, so packing saves nothing; but a packed row of Axolotl holds several rows, as many as fit "
+    "into sequence_len: raise per_device_train_batch_size to about as many"
+)
+
+
+def read_axolotl(draft: Draft, method_name: str | None) -> None:
+    """Turn ``draft`` of a configuration of Axolotl into a task.
+
+    Args:
+        draft: The configuration; it gets values and a report.
+        method_name: The method, where the user has named one.
+
+    Raises:
+        SpecError: A key has a value that Axolotl does not take.
+        UnsupportedError: It trains something else than adapters, or has a dataset that ALTO cannot read.
+    """
+    _check_adapter(draft)
+    method = find_method(method_name or _read_method(draft))
+    draft.put("method", method.name)
+    draft.put("model", local_model(draft, draft.take("base_model")))
+    read_datasets(draft, method)
+    validation_share(draft, "val_set_size")
+    _read_template(draft)
+    for key, name in _OTHER_NAMES.items():
+        draft.rename(key, name)
+    _read_schedule(draft)
+    read_trainer_keys(draft)
+    _read_batch(draft)
+    _read_targets(draft)
+    _read_trackers(draft)
+    _read_tokens(draft)
+    _read_length(draft)
+    if draft.take("train_on_inputs") and method.name == "sft":
+        draft.put("train_on", "all")
+        draft.used("train_on_inputs", "train_on: all")
+    draft.pass_on(ANSWERS, method)
+    set_defaults(draft, _DEFAULTS)
+    compares_replies_as_tool(draft, method)
+
+
+def _check_adapter(draft: Draft) -> None:
+    adapter = draft.take("adapter")
+    if adapter not in _ADAPTERS:
+        found = "none" if adapter is None else quoted(adapter)
+        raise UnsupportedError(
+            f"adapter: expected {' or '.join(_ADAPTERS)}, found {found}: ALTO trains LoRA adapters. Write "
+            "adapter: lora."
+        )
+    if adapter == "qlora" and not draft.given.get("load_in_4bit"):
+        draft.given["load_in_4bit"] = True
+    if draft.take("pretraining_dataset") is not None:
+        raise UnsupportedError(
+            "pretraining_dataset: expected datasets, found a stream of texts. Write the texts into a file, "
+            "and name it in datasets with type: completion."
+        )
+
+
+def _read_method(draft: Draft) -> str:
+    kind = draft.take("rl")
+    if kind not in _METHODS:
+        raise UnsupportedError(
+            f"rl: expected one of {', '.join(filter(None, _METHODS))}, found {quoted(kind)}, which ALTO does "
+            "not train. Give a configuration of another kind."
+        )
+    for key in ("reward_model", "process_reward_model"):
+        if draft.take(key):
+            raise UnsupportedError(f"{key}: expected false, found true: ALTO trains no reward models. Remove the key.")
+    name = _METHODS[kind]
+    smoothing, orpo_alpha, older = (draft.take(key) for key in ("dpo_label_smoothing", "orpo_alpha", "dpo_beta"))
+    if kind == "ipo":
+        draft.put("loss_type", "ipo")
+        draft.used("rl", "method: dpo with loss_type: ipo")
+    if kind == "simpo":
+        draft.put("loss_type", "simpo")
+        draft.used("rl", "method: cpo with loss_type: simpo")
+    if name == "dpo":
+        draft.put("label_smoothing", smoothing or None)
+    if name == "orpo" and draft.given.get("rl_beta") is None:
+        draft.put("beta", orpo_alpha)
+    elif name != "sft" and draft.given.get("rl_beta") is None:
+        draft.put("beta", older)
+    return name
+
+
+def _read_template(draft: Draft) -> None:
+    """``chat_template`` names one of Axolotl's own, or says that the text is in ``chat_template_jinja``."""
+    name = draft.take("chat_template", "tokenizer_default")
+    read_template_file(draft, "chat_template_jinja")
+    if "chat_template" not in draft.values and name not in ("tokenizer_default", "jinja"):
+        draft.not_supported(
+            "chat_template",
+            f"{quoted(name)} is one of Axolotl's own templates: rows are written by that of the model's "
+            "tokenizer; write the Jinja text of another in chat_template",
+        )
+
+
+def _read_schedule(draft: Draft) -> None:
+    """Axolotl's floor of a cosine, and its warmup where none is given."""
+    floor = draft.take("cosine_min_lr_ratio")
+    if floor and draft.given.get("lr_scheduler_type", "cosine") == "cosine":
+        draft.given["lr_scheduler_type"] = "cosine_with_min_lr"
+        draft.given["lr_scheduler_kwargs"] = {"min_lr_rate": floor}
+        draft.used("cosine_min_lr_ratio", "lr_scheduler_type: cosine_with_min_lr with min_lr_rate")
+    has_warmup = draft.given.get("warmup_steps") or draft.given.get("warmup_ratio")
+    if not has_warmup and draft.given.get("lr_scheduler_type") != "constant":
+        draft.put("warmup_ratio", _WARMUP)
+        draft.used("warmup_steps", f"warmup_ratio: {_WARMUP}, Axolotl's warmup where none is given")
+        draft.given.pop("warmup_steps", None)
+        draft.given.pop("warmup_ratio", None)
+
+
+def _read_batch(draft: Draft) -> None:
+    """``batch_size`` is that of a whole step; two of the three keys decide the third."""
+    rows, parts, step = (draft.take(key) for key in ("micro_batch_size", "gradient_accumulation_steps", "batch_size"))
+    if step is not None and rows is None and isinstance(parts, int) and parts > 0:
+        rows = step // parts
+    elif step is not None and parts is None and isinstance(rows, int) and rows > 0:
+        parts = step // rows
+    draft.put("per_device_train_batch_size", rows)
+    draft.put("gradient_accumulation_steps", parts)
+    if draft.take("sample_packing"):
+        draft.not_needed("sample_packing", _PACKED)
+
+
+def _read_targets(draft: Draft) -> None:
+    linear, names = draft.take("lora_target_linear"), draft.take("lora_target_modules")
+    if linear:
+        draft.put("target_modules", "all-linear")
+        if names:
+            draft.used("lora_target_modules", "target_modules: all-linear, which lora_target_linear asks for")
+    else:
+        draft.put("target_modules", names or None)
+
+
+def _read_trackers(draft: Draft) -> None:
+    """A project in Weights & Biases switches it on, as in Axolotl."""
+    wandb: Any = draft.take("use_wandb")
+    project, mode = draft.take("wandb_project"), draft.take("wandb_mode")
+    names = []
+    if (wandb if wandb is not None else bool(project)) and mode != "disabled":
+        names.append("wandb")
+        draft.used("wandb_project", "report_to: wandb; its settings come from environment variables (WANDB_PROJECT)")
+    if draft.take("use_mlflow") or draft.given.get("mlflow_experiment_name"):
+        names.append("mlflow")
+    if draft.take("use_tensorboard"):
+        names.append("tensorboard")
+    draft.put("report_to", names or None)
+
+
+def _read_length(draft: Draft) -> None:
+    length = draft.take("sequence_len", _DEFAULTS["max_length"])
+    draft.put("max_length", length)
+    if draft.take("excess_length_strategy", "drop") != "truncate":
+        draft.used("sequence_len", f"max_length: {quoted(length)}; Axolotl leaves longer rows out, and ALTO cuts them")
+
+
+def _read_tokens(draft: Draft) -> None:
+    tokens = draft.take("special_tokens", {})
+    if not isinstance(tokens, Mapping):
+        raise SpecError(f"special_tokens: expected a mapping, found {quoted(tokens)}. Correct it.")
+    changed = [key for key, value in tokens.items() if value is not None and key != "pad_token"]
+    if tokens.get("pad_token") is not None:
+        draft.not_needed("special_tokens.pad_token", "rows are concatenated without padding")
+    for key in changed:
+        draft.not_supported(
+            f"special_tokens.{key}",
+            "the tokenizer is used as it is: save one with this token, and name its folder in 'model'",
+        )

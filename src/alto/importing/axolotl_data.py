@@ -1,0 +1,275 @@
+"""Datasets of Axolotl: a path and the type of its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from alto.errors import SpecError, UnsupportedError
+from alto.importing.draft import Draft
+from alto.importing.sources import Source, message_form, put_sources, readable_path
+from alto.spec.method import Method
+from alto.spec.quoting import quoted
+
+__all__ = ["read_datasets"]
+
+_BUILDERS = ("json", "csv", "parquet", "arrow", "text")
+_OWN_PROMPT = "'### Instruction:'"
+
+_SFT_TYPES: Mapping[str, tuple[str, Mapping[str, str]]] = {
+    "alpaca": ("alpaca", {}),
+    "alpaca_chat.load_concise": ("alpaca", {}),
+    "alpaca_w_system.load": ("alpaca", {}),
+    "gpteacher": ("alpaca", {"output": "response"}),
+    "alpaca_chat.load_qa": ("prompt_completion", {"prompt": "question", "completion": "answer"}),
+    "alpaca_chat.load_camel_ai": ("prompt_completion", {"prompt": "message_1", "completion": "message_2"}),
+    "alpaca_w_system.load_open_orca": (
+        "prompt_completion",
+        {"system": "system_prompt", "prompt": "question", "completion": "response"},
+    ),
+    "oasst": ("prompt_completion", {"prompt": "INSTRUCTION", "completion": "RESPONSE"}),
+}
+"""Forms and columns of Axolotl's types of instructions."""
+
+_PAIR_TYPES: Mapping[str, Mapping[str, str]] = {
+    "intel": {"prompt": "question"},
+    "icr": {"prompt": "input"},
+    "prompt_pairs": {"prompt": "prompt"},
+    "ultra": {"prompt": "prompt"},
+    "argilla": {},
+    "argilla_chat": {},
+}
+"""Columns of pairs, by the part of the type behind its template."""
+
+_LABELLED_TYPES: Mapping[str, str] = {
+    "argilla": "instruction",
+    "intel": "question",
+    "icr": "input",
+    "prompt_pairs": "prompt",
+    "ultra": "prompt",
+}
+"""The column of prompts of labelled replies, likewise."""
+
+_ROLES = {"user": ["human", "user"], "assistant": ["gpt", "assistant"], "system": ["system"], "tool": ["tool"]}
+_LEGACY_KEYS = {"role": "message_field_role", "content": "message_field_content"}
+
+_REPORTED = {
+    "revision": "the latest revision is read; download another one, and name the file",
+    "input_transform": "write the rows as they are to be",
+    "drop_system_message": "remove the message from the rows",
+    "message_field_training": "a message with weight: 0 in the rows is shown and not trained",
+    "message_field_training_detail": "whole messages are trained, or not",
+    "split_thinking": "every key of a message, such as reasoning_content, reaches the chat template",
+    "field_thinking": "every key of a message, such as reasoning_content, reaches the chat template",
+    "shards": "write max_samples to use a part of the rows",
+}
+"""Keys of a dataset that change its rows, and what to do instead."""
+
+
+def read_datasets(draft: Draft, method: Method) -> None:
+    """Read ``datasets`` and ``test_datasets``.
+
+    Raises:
+        SpecError: They are no lists of mappings.
+        UnsupportedError: A dataset has a form that ALTO cannot read.
+    """
+    given, held_out = draft.take("datasets"), draft.take("test_datasets")
+    sources = [
+        _source(draft, entry, f"datasets[{index}]", method) for index, entry in enumerate(_listed(given, "datasets"))
+    ]
+    if not sources:
+        return
+    put_sources(draft, sources, "datasets")
+    if all(source.form == "text" for source in sources):
+        draft.given.pop("train_on_inputs", None)
+    tests = [
+        _source(draft, entry, f"test_datasets[{index}]", method)
+        for index, entry in enumerate(_listed(held_out, "test_datasets"))
+    ]
+    if len(tests) == 1 and len(sources) == 1 and _are_alike(tests[0], sources[0]):
+        draft.put("validation_dataset", tests[0].path)
+        draft.used("test_datasets", "validation_dataset, by which jobs are compared")
+    elif tests:
+        draft.not_supported(
+            "test_datasets",
+            "validation rows have the form, the columns and the split 'train' of the training rows, and are "
+            "one dataset: convert them, and write validation_dataset",
+        )
+
+
+def _are_alike(first: Source, second: Source) -> bool:
+    is_readable = first.is_file or (first.split in (None, "train") and first.config is None)
+    return is_readable and (first.form, first.columns) == (second.form, second.columns)
+
+
+def _listed(given: object, key: str) -> list[Any]:
+    if given is None:
+        return []
+    if not isinstance(given, list) or not all(isinstance(entry, Mapping) for entry in given):
+        raise SpecError(f"{key}: expected a list of mappings with path and type, found {quoted(given)}. Correct it.")
+    return given
+
+
+def _source(draft: Draft, entry: Mapping[str, Any], where: str, method: Method) -> Source:
+    form, columns = _form(draft, entry, where, method)
+    for key, text in _REPORTED.items():
+        if entry.get(key) not in (None, False):
+            draft.not_supported(f"{where}.{key}", text)
+    template = entry.get("chat_template")
+    if template not in (None, "tokenizer_default"):
+        draft.not_supported(
+            f"{where}.chat_template",
+            "rows are written by the chat template of the model's tokenizer; write another one's Jinja text "
+            "in the task's chat_template",
+        )
+    split = entry.get("split")
+    if split is not None and (not isinstance(split, str) or "[" in split or "+" in split):
+        raise UnsupportedError(
+            f"{where}.split: expected the name of a split, found {quoted(split)}. Name it alone, and write "
+            "max_samples to use a part of its rows."
+        )
+    return Source(path=_path(draft, entry, where), form=form, columns=columns, config=entry.get("name"), split=split)
+
+
+def _path(draft: Draft, entry: Mapping[str, Any], where: str) -> str:
+    path, files = entry.get("path"), entry.get("data_files")
+    if files is None:
+        return readable_path(draft, path, where)
+    files = [files] if isinstance(files, str) else files
+    if not isinstance(files, list) or len(files) != 1:
+        raise UnsupportedError(
+            f"{where}.data_files: expected one file, found {quoted(files)}. Write an entry of datasets for each."
+        )
+    if path in _BUILDERS:
+        return readable_path(draft, files[0], f"{where}.data_files")
+    inside = draft.locate(f"{path}/{files[0]}")
+    if inside == f"{path}/{files[0]}":
+        raise UnsupportedError(
+            f"{where}: expected a local file, found {quoted(files[0])} of {quoted(path)}. Download it, and "
+            "write its path as path."
+        )
+    return inside
+
+
+def _form(draft: Draft, entry: Mapping[str, Any], where: str, method: Method) -> tuple[str, dict[str, str]]:
+    kind = entry.get("type")
+    if method.entry.is_paired:
+        return "preference", _pair_columns(draft, entry, kind, where)
+    if method.entry.is_labelled:
+        return "unpaired_preference", _labelled_columns(draft, entry, kind, where)
+    if isinstance(kind, Mapping):
+        return _custom(draft, kind, where)
+    name = str(kind or "").partition(":")[0]
+    if name in ("chat_template", "sharegpt"):
+        return _conversation(draft, entry, name, where)
+    if name in ("completion", "pretrain"):
+        field = entry.get("field", "text")
+        draft.used(
+            f"{where}.type", "dataset_format: text; a text is cut at max_length, where Axolotl makes more rows of it"
+        )
+        return "text", ({} if field == "text" else {"text": field})
+    if name not in _SFT_TYPES:
+        raise _unreadable(kind, where, [*_SFT_TYPES, "chat_template", "completion"])
+    form, columns = _SFT_TYPES[name]
+    draft.used(
+        f"{where}.type",
+        f"dataset_format: {form}, written by the model's chat template; Axolotl writes its own prompt "
+        f"({_OWN_PROMPT}) here",
+    )
+    return form, dict(columns)
+
+
+def _unreadable(kind: object, where: str, known: list[str]) -> UnsupportedError:
+    return UnsupportedError(
+        f"{where}.type: expected one of {', '.join(known)}, found {quoted(kind)}, which ALTO cannot read. "
+        "Convert the rows into messages ({role, content}), and write type: chat_template."
+    )
+
+
+def _conversation(draft: Draft, entry: Mapping[str, Any], kind: str, where: str) -> tuple[str, dict[str, str]]:
+    """Rows of messages: the column, the keys of a message, the names of speakers, and who is trained."""
+    usual = {"role": "from", "content": "value"} if kind == "sharegpt" else {"role": "role", "content": "content"}
+    column = entry.get("field_messages") or ("conversations" if kind == "sharegpt" else "messages")
+    form = _message_form(entry, usual, where)
+    trained = entry.get("roles_to_train")
+    if trained is not None and not set(trained) <= {"assistant", "gpt", "model"}:
+        draft.not_supported(f"{where}.roles_to_train", "replies are trained; train_on: all trains every token")
+    if entry.get("train_on_eos") not in (None, "turn"):
+        draft.not_supported(f"{where}.train_on_eos", "the token that ends a trained reply is trained, and no other")
+    columns = {"messages": column}
+    if entry.get("field_tools"):
+        columns["tools"] = entry["field_tools"]
+    return form, columns
+
+
+def _message_form(entry: Mapping[str, Any], usual: Mapping[str, str], where: str) -> str:
+    mapping = entry.get("message_property_mappings") or {}
+    keys = {part: mapping.get(part) or entry.get(_LEGACY_KEYS[part]) or usual[part] for part in ("role", "content")}
+    roles = entry.get("roles")
+    if roles is not None and not isinstance(roles, Mapping):
+        raise SpecError(f"{where}.roles: expected a mapping of roles to names, found {quoted(roles)}. Correct it.")
+    return message_form(keys["role"], keys["content"], roles or {}, where)
+
+
+def _custom(draft: Draft, kind: Mapping[str, Any], where: str) -> tuple[str, dict[str, str]]:
+    """A type that names its columns and the text of its prompt."""
+    prompt, extra, reply = (kind.get(f"field_{part}") for part in ("instruction", "input", "output"))
+    prompt, reply = prompt or "instruction", reply or "output"
+    system = {"system": kind["field_system"]} if kind.get("field_system") else {}
+    if kind.get("system_prompt"):
+        draft.not_supported(f"{where}.type.system_prompt", "put the message into the rows, as a column system")
+    for key in ("format", "no_input_format", "system_format"):
+        if kind.get(key):
+            draft.not_supported(
+                f"{where}.type.{key}",
+                "prompts are written by the model's chat template; write another one in chat_template",
+            )
+    if extra:
+        return "alpaca", {**system, "instruction": prompt, "input": extra, "output": reply}
+    return "prompt_completion", {**system, "prompt": prompt, "completion": reply}
+
+
+def _pair_columns(draft: Draft, entry: Mapping[str, Any], kind: object, where: str) -> dict[str, str]:
+    if isinstance(kind, Mapping):
+        return _custom_columns(draft, kind, ("prompt", "chosen", "rejected"), where)
+    template, _, name = str(kind or "").partition(".")
+    if template == "chat_template" and name in ("", "default"):
+        _message_form(entry, {"role": "role", "content": "content"}, where)
+        sides = {side: entry.get(f"field_{side}") or side for side in ("chosen", "rejected")}
+        return {"prompt": entry.get("field_messages") or "messages", **sides}
+    if name not in _PAIR_TYPES:
+        raise _unreadable(kind, where, ["chat_template.default", *(f"<template>.{each}" for each in _PAIR_TYPES)])
+    _written_by(draft, template, where)
+    return dict(_PAIR_TYPES[name])
+
+
+def _labelled_columns(draft: Draft, entry: Mapping[str, Any], kind: object, where: str) -> dict[str, str]:
+    if isinstance(kind, Mapping):
+        return _custom_columns(draft, kind, ("prompt", "completion", "label"), where)
+    template, _, name = str(kind or "").partition(".")
+    if name not in _LABELLED_TYPES:
+        raise UnsupportedError(
+            f"{where}.type: expected one of {', '.join(f'<template>.{each}' for each in _LABELLED_TYPES)}, found "
+            f"{quoted(kind)}, which ALTO cannot read. Write the rows with the columns prompt, completion and label."
+        )
+    _written_by(draft, template, where)
+    return {"prompt": _LABELLED_TYPES[name], "completion": "completion", "label": "label"}
+
+
+def _custom_columns(draft: Draft, kind: Mapping[str, Any], roles: tuple[str, ...], where: str) -> dict[str, str]:
+    for key in ("prompt_format", "chosen_format", "rejected_format", "completion_format"):
+        if kind.get(key) and kind[key] != "{" + key.removesuffix("_format") + "}":
+            draft.not_supported(
+                f"{where}.type.{key}",
+                "texts are written by the model's chat template; write another one in chat_template",
+            )
+    system = {"system": kind["field_system"]} if kind.get("field_system") else {}
+    return {**system, **{role: kind.get(f"field_{role}") or role for role in roles}}
+
+
+def _written_by(draft: Draft, template: str, where: str) -> None:
+    if template != "chat_template":
+        draft.used(
+            f"{where}.type",
+            f"its columns; rows are written by the model's chat template, not Axolotl's {quoted(template)}",
+        )

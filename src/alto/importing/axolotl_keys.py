@@ -1,0 +1,137 @@
+"""Axolotl's keys that tasks do not have, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from alto.importing.draft import Answers
+
+__all__ = ["ANSWERS"]
+
+_NOT_NEEDED: Mapping[str, tuple[str, ...]] = {
+    "transformers finds the classes of model and tokenizer by itself": (
+        *("model_type", "type_of_model", "tokenizer_type", "tokenizer_use_fast", "tokenizer_legacy"),
+        *("tokenizer_save_jinja_files", "is_falcon_derived_model", "is_llama_derived_model"),
+        *("is_mistral_derived_model", "is_qwen_derived_model", "processor_type", "cls_model_config"),
+    ),
+    "ALTO keeps the best and the last checkpoint of every job": (
+        "saves_per_epoch",
+        "save_first_step",
+        "auto_resume_from_checkpoints",
+    ),
+    "every job is evaluated at equal shares of its own steps ('eval_steps: 0.05')": (
+        *("evals_per_epoch", "eval_batch_size", "eval_sample_packing", "eval_table_size", "eval_max_new_tokens"),
+        *("do_causal_lm_eval", "eval_causal_lm_metrics", "do_bench_eval", "bench_dataset", "bench_split"),
+        *("generate_samples", "num_generation_samples", "generation_max_new_tokens"),
+    ),
+    "'early_exit' ends jobs by their validation losses": (
+        *("early_stopping_patience", "loss_watchdog_threshold", "loss_watchdog_patience"),
+    ),
+    "rows are concatenated without padding, and never attend to each other": (
+        *("pad_to_sequence_len", "sample_packing_group_size", "sample_packing_bin_size", "batch_flattening"),
+        *("sample_packing_sequentially", "multipack_real_batches", "sample_packing_eff_est"),
+        *("pretrain_multipack_buffer_size", "pretrain_multipack_attn", "pretraining_sample_concatenation"),
+    ),
+    "rows are tokenised once for all jobs, and kept in ALTO's cache where they are large (token_cache)": (
+        *("dataset_prepared_path", "dataset_processes", "dataset_keep_in_memory", "dataset_shard_num"),
+        *("dataset_shard_idx", "push_dataset_to_hub", "hf_use_auth_token", "is_preprocess", "preprocess_iterable"),
+        *("skip_prepare_dataset", "dataset_num_proc"),
+    ),
+    "ALTO chooses its kernels and its attention by the device": (
+        *("flash_attention", "sdp_attention", "xformers_attention", "eager_attention", "flex_attention"),
+        *("flex_attn_compile_kwargs", "flash_attn_cross_entropy", "flash_attn_rms_norm", "flash_attn_fuse_qkv"),
+        *("flash_attn_fuse_mlp", "flash_optimum", "attn_implementation", "unsloth_cross_entropy_loss"),
+        *("unsloth_lora_mlp", "unsloth_lora_qkv", "unsloth_lora_o", "unsloth_rms_norm", "unsloth_rope"),
+        *("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel", "use_kernels"),
+        *("liger_rope", "liger_rms_norm", "liger_glu_activation", "liger_layer_norm", "liger_cross_entropy"),
+        *("liger_fused_linear_cross_entropy", "liger_swiglu", "cut_cross_entropy", "chunked_cross_entropy"),
+    ),
+    "plugins of Axolotl are not loaded; ALTO has kernels of its own": ("plugins",),
+    "ALTO starts its own processes, and 'num_gpus' shards the base model over several GPUs": (
+        *("device", "device_map", "world_size", "ddp", "fsdp_version", "fsdp_final_state_dict_type", "max_memory"),
+        *("gpu_memory_limit", "low_cpu_mem_usage", "lora_on_cpu", "qlora_sharded_model_loading", "use_ray"),
+        *("ray_num_workers", "ray_run_name", "resources_per_worker", "sequence_parallel_degree", "heads_k_stride"),
+        *("ring_attn_func", "tensor_parallel_size", "context_parallel_size", "dp_shard_size", "dp_replicate_size"),
+        *("experimental_skip_move_to_device", "gc_steps", "amp_level"),
+    ),
+    "trackers take such settings from their own environment variables": (
+        *("wandb_entity", "wandb_name", "wandb_watch", "wandb_log_model", "wandb_run_id", "mlflow_tracking_uri"),
+        *("mlflow_experiment_name", "mlflow_run_name", "hf_mlflow_log_artifacts", "profiler_steps"),
+        *("profiler_steps_start", "include_tkps"),
+    ),
+    "'alto tune' trains, and nothing is merged": (
+        "merge_lora",
+        "merge_method",
+        "inference",
+        "axolotl_config_path",
+        "strict",
+    ),
+    "rows are shuffled in every epoch": ("shuffle_merged_datasets",),
+    "no adapter is on the embeddings": ("loraplus_lr_embedding", "embeddings_skip_upcast"),
+    "a chat template ends turns by itself": ("eot_tokens",),
+}
+
+_NOT_SUPPORTED: Mapping[str, tuple[str, ...]] = {
+    "every job begins with a new adapter: merge the old one into the model, and name that": ("lora_model_dir",),
+    "the tokenizer is used as it is: save a model and a tokenizer with the tokens, and name that folder in 'model'": (
+        *("tokens", "added_tokens_overrides", "resize_token_embeddings_to_32x", "mean_resizing_embeddings"),
+        *("shrink_embeddings", "tokenizer_config", "fix_untrained_tokens", "tokenizer_use_mistral_common"),
+    ),
+    "write it into the model's config.json, and give the folder in 'model'": (
+        *(
+            "base_model_config",
+            "overrides_of_model_config",
+            "model_config",
+            "rope_scaling",
+            "overrides_of_model_kwargs",
+        ),
+        "model_kwargs",
+    ),
+    "a hub model is loaded in its latest revision: download the revision, and give its folder in 'model'": (
+        "revision_of_model",
+    ),
+    "put the message into the rows, as a column system or a first message": ("default_system_message",),
+    "every job shuffles its rows in every epoch, by its own 'seed'": ("curriculum_sampling",),
+    "all adapter matrices have one learning rate; loraplus_lr_ratio sets another one for B": (
+        *("lr_groups", "embedding_lr", "embedding_lr_scale"),
+    ),
+    "schedules are those of transformers": (
+        *("cosine_constant_lr_ratio", "lr_quadratic_warmup", "lr_div_factor", "jagged_restart_steps"),
+        *("jagged_restart_warmup_steps", "jagged_restart_anneal_steps"),
+    ),
+    "it is about other optimizers": ("adam_epsilon2", "adam_beta3", "torchdistx_path"),
+    "only adapters of LoRA and DoRA, biases and classification heads are trained": (
+        *("unfrozen_parameters", "relora", "relora_steps", "relora_warmup_steps", "relora_prune_ratio"),
+        *("relora_prune_method", "relora_cpu_offload", "relora_anneal_steps", "lisa_n_layers", "lisa_step_interval"),
+        *("peft_layer_replication", "peft_trainable_token_indices", "peft_ensure_weight_tying", "peft", "qat"),
+    ),
+    "models are quantised by bitsandbytes (NF4, or 8 bits), or as they are on disk": (
+        *("gptq", "bnb_config_kwargs", "quantization", "model_quantization_config", "fp8"),
+        *("model_quantization_config_kwargs", "llama4_linearized_experts"),
+    ),
+    "attention and positions are the model's own": (
+        *("s2_attention", "use_pose", "pose_split_on_token_ids", "pose_max_context_len", "pose_num_chunks"),
+    ),
+    "all rows are trained; remove those that are too short, or double, from the file": (
+        *("min_sample_len", "dataset_exact_deduplication"),
+    ),
+    "a conversation is cut after its first max_length tokens, the prompt's included": ("max_prompt_len",),
+    "jobs are trained with the losses of ALTO's methods": (
+        *("trl", "vllm", "trainer_cls", "dpo_norm_loss", "dpo_use_logits_to_keep", "dpo_generate_during_eval"),
+    ),
+    "write adapter_dtype: bfloat16 for adapters of that precision": ("peft_autocast_adapter_dtype",),
+    "trackers are tensorboard, mlflow, wandb and trackio (report_to)": ("use_comet", "use_trackio", "use_otel_metrics"),
+}
+
+ANSWERS = Answers(
+    not_needed={key: why for why, keys in _NOT_NEEDED.items() for key in keys},
+    not_supported={key: why for why, keys in _NOT_SUPPORTED.items() for key in keys},
+    off={
+        "dataset_processes": (0,),
+        "shuffle_merged_datasets": (True,),
+        "peft_autocast_adapter_dtype": (True,),
+        "max_prompt_len": (512,),
+    },
+    never_off=("shuffle_merged_datasets", "peft_autocast_adapter_dtype"),
+)
+"""What is known of the keys of Axolotl's schema (0.8 to 0.12)."""

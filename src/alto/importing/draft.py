@@ -1,0 +1,168 @@
+"""A task in the making: what a configuration of another tool still has to say, what the task has, and the report."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from alto.spec.job_config import JOB_FIELDS
+from alto.spec.keys import JOB_ALIASES, NOT_NEEDED_KEYS, TASK_ALIASES, UNSUPPORTED_KEYS, asks_for_nothing
+from alto.spec.method import Method
+from alto.spec.quoting import quoted
+from alto.spec.task import TASK_FIELDS
+
+__all__ = ["Answers", "Draft", "Note", "NoteKind"]
+
+
+_REMOVE = re.compile(r"[;.]?( [Rr]emove the key)?\.?$")
+"""What a remedy of a task file ends with, which an imported one does not need."""
+
+
+class NoteKind(StrEnum):
+    """What became of a key."""
+
+    NOT_SUPPORTED = "not supported"
+    UNKNOWN = "unknown"
+    USED = "used as"
+    NOT_NEEDED = "not needed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """One line of the report.
+
+    Attributes:
+        kind: What became of the key.
+        key: As the configuration has it.
+        text: What it is used as, or why it is not used.
+    """
+
+    kind: NoteKind
+    key: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.kind}{' ' if self.kind is NoteKind.USED else ': '}{self.text}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answers:
+    """What is known of the keys that a tool has and tasks do not.
+
+    Attributes:
+        not_needed: Keys that would change nothing of what is learned, and why.
+        not_supported: Keys that would, and what to do instead.
+        off: Values, beside null, false and what is empty, with which they ask for nothing.
+        never_off: Keys of which false is no such value.
+    """
+
+    not_needed: Mapping[str, str]
+    not_supported: Mapping[str, str]
+    off: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    never_off: Collection[str] = ()
+
+    def is_off(self, key: str, value: object) -> bool:
+        """Whether ``key`` asks for nothing with ``value``."""
+        if value is None or value in self.off.get(key, ()):
+            return True
+        return key not in self.never_off and (value is False or value in ("", [], {}))
+
+
+@dataclass(slots=True, kw_only=True)
+class Draft:
+    """A configuration of another tool while it is turned into a task.
+
+    Attributes:
+        given: Keys that nothing has read yet.
+        folders: Where a relative path may lead: the folder of the file, and the current one.
+        values: The keys of the task: canonical names, local files by absolute paths.
+        notes: The report so far.
+        spellings: The user's spelling of keys that are read under another name.
+    """
+
+    given: dict[str, Any]
+    folders: tuple[Path, ...]
+    values: dict[str, Any] = field(default_factory=dict)
+    notes: list[Note] = field(default_factory=list)
+    spellings: dict[str, str] = field(default_factory=dict)
+
+    def rename(self, key: str, name: str) -> None:
+        """Read ``key`` under another name from now on; the report has the user's."""
+        value = self.take(key)
+        if value is not None:
+            self.given[name] = value
+            self.spellings[name] = key
+
+    def take(self, key: str, default: Any = None) -> Any:
+        """The value of ``key``, which counts as read from now on; ``default`` where it is null or not there."""
+        value = self.given.pop(key, None)
+        return default if value is None else value
+
+    def put(self, field_name: str, value: Any) -> None:
+        """Set a key of the task, where ``value`` is not None."""
+        if value is not None:
+            self.values[field_name] = value
+
+    def used(self, key: str, text: str) -> None:
+        """Report that ``key`` has become something else."""
+        self._note(NoteKind.USED, key, text)
+
+    def not_needed(self, key: str, text: str) -> None:
+        """Report a key that would change nothing of what is learned."""
+        self._note(NoteKind.NOT_NEEDED, key, text)
+
+    def not_supported(self, key: str, text: str) -> None:
+        """Report a key that would change what is learned."""
+        self._note(NoteKind.NOT_SUPPORTED, key, text)
+
+    def locate(self, path: str) -> str:
+        """``path`` as an absolute one, where it leads to something that exists, else as it is."""
+        for folder in self.folders:
+            try:
+                candidate = folder / Path(path).expanduser()
+                if candidate.exists():
+                    return str(candidate.resolve())
+            except (OSError, RuntimeError, ValueError):  # no name of a file
+                return path
+        return path
+
+    def pass_on(self, answers: Answers, method: Method) -> None:
+        """Settle all keys that nothing has read: those of tasks are taken over, all others are reported.
+
+        Args:
+            answers: What is known of the tool's own keys.
+            method: Method of the task, which decides about settings.
+        """
+        aliases = {**JOB_ALIASES, **TASK_ALIASES, **method.aliases}
+        fields = {*JOB_FIELDS, *TASK_FIELDS, *method.fields}
+        for key, value in self.given.items():
+            name = aliases.get(key, key)
+            if key in answers.not_needed or key in answers.not_supported:
+                if not answers.is_off(key, value):
+                    self._answer(key, answers.not_needed, answers.not_supported)
+            elif name in fields and name not in self.values:
+                self.put(name, value)
+            elif value is None or asks_for_nothing(key, value):
+                continue
+            elif name in fields:
+                self.not_needed(key, f"another key has set {name}")
+            elif name in method.known_keys:
+                self.not_needed(key, f"method {method.name} has no such setting")
+            elif key in UNSUPPORTED_KEYS or key in NOT_NEEDED_KEYS:
+                self._answer(key, NOT_NEEDED_KEYS, UNSUPPORTED_KEYS)
+            else:
+                self._note(NoteKind.UNKNOWN, quoted(key)[1:-1], "no key that ALTO knows; it is left out")
+        self.given.clear()
+
+    def _note(self, kind: NoteKind, key: str, text: str) -> None:
+        self.notes.append(Note(kind=kind, key=self.spellings.get(key, key), text=text))
+
+    def _answer(self, key: str, not_needed: Mapping[str, str], not_supported: Mapping[str, str]) -> None:
+        if key in not_needed:
+            self.not_needed(key, not_needed[key])
+        else:
+            self.not_supported(key, _REMOVE.sub("", not_supported[key]))

@@ -1,0 +1,194 @@
+"""Reads configurations of other tools, and writes a task."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from alto.errors import SpecError, UnsupportedError
+from alto.importing.combine import combined
+from alto.importing.draft import Draft, Note
+from alto.importing.tools import Tool, find_tool, recognise
+from alto.spec.keys import JOB_ALIASES, TASK_ALIASES
+from alto.spec.load import overridden, parse_override, read_mapping
+from alto.spec.method import SETTING_ALIASES
+from alto.spec.outside import read_json
+from alto.spec.quoting import quoted
+from alto.spec.strict_yaml import write_yaml
+from alto.spec.task import TASK_FIELDS, Task
+
+__all__ = ["ImportedFile", "ImportedTask", "import_file", "imported_task"]
+
+_PATHS = ("model", "dataset", "validation_dataset", "test_dataset", "chat_template")
+_MAX_BYTES = 2 * 1024**2
+_FIELD_ALIASES = {**JOB_ALIASES, **SETTING_ALIASES}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportedFile:
+    """One configuration, read.
+
+    Attributes:
+        path: Its file.
+        tool: The tool whose configuration it is.
+        values: The keys of a task: canonical names, local files by absolute paths.
+        notes: What became of keys that are not taken over as they are.
+    """
+
+    path: Path
+    tool: Tool
+    values: Mapping[str, Any]
+    notes: Sequence[Note]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportedTask:
+    """A task made of configurations.
+
+    Attributes:
+        task: Checked as any task.
+        values: Its keys, without defaults of the task itself.
+        files: The configurations that it was made of.
+    """
+
+    task: Task
+    values: Mapping[str, Any]
+    files: Sequence[ImportedFile]
+
+    def to_yaml(self, folder: Path) -> str:
+        """The text of its file in ``folder``: local files below it are named relative to it."""
+        sources = ", ".join(f"{file.path.name} ({file.tool.title})" for file in self.files)
+        values = {key: _relative(key, value, folder.resolve()) for key, value in self.values.items()}
+        return f"# Imported by alto from {sources}\n{write_yaml(values)}"
+
+
+def import_file(path: Path, tool: str | None = None, overrides: Iterable[str] = ()) -> ImportedFile:
+    """Read a configuration of another tool.
+
+    Args:
+        path: YAML, or JSON where it ends in ``.json``.
+        tool: Name of the tool; None recognises it by the keys.
+        overrides: ``key=value`` each; only a method among them matters here.
+
+    Raises:
+        SpecError: The file cannot be read, or is none of the tool.
+        UnsupportedError: It trains something that ALTO does not, or has a dataset that ALTO cannot read.
+    """
+    given = _read(path)
+    found = recognise(given, str(path)) if tool is None else find_tool(tool)
+    draft = Draft(given=given, folders=tuple(dict.fromkeys((path.resolve().parent, Path.cwd()))))
+    try:
+        found.read(draft, _named_method(overrides))
+    except (SpecError, UnsupportedError) as error:
+        raise type(error)(f"In {path}: {error}") from None
+    return ImportedFile(path=path, tool=found, values=draft.values, notes=tuple(draft.notes))
+
+
+def imported_task(files: Sequence[ImportedFile], overrides: Iterable[str] = ()) -> ImportedTask:
+    """The task of ``files``, each of which is one of its configurations.
+
+    Args:
+        files: At least one.
+        overrides: ``key=value`` each, as of :func:`alto.spec.load_task`; a path is relative to the current folder.
+
+    Raises:
+        SpecError: The configurations are not of one task, or model or dataset is missing; or as :class:`Task` does.
+        UnknownKeyError, ConflictingKeysError, UnsupportedError: As :class:`Task` does.
+    """
+    names = [str(file.path.resolve()) for file in files]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise SpecError(f"{twice}: expected each configuration once, found it twice. Remove one.")
+    changes = list(overrides)
+    of_space = [change for change in changes if change.strip().startswith("search_space")]
+    of_files = [change for change in changes if change not in of_space]
+    configurations = {str(file.path): overridden(file.values, of_files) for file in files}
+    values = dict(overridden(combined(configurations), of_space))
+    searched = set(_searched(values.get("search_space", {})))
+    values = {key: _from_here(key, value) for key, value in values.items() if key not in searched}
+    for key in ("model", "dataset"):
+        if values.get(key) is None:
+            raise SpecError(
+                f"{', '.join(configurations)}: expected a {key}, found none. Give it with --set {key}=NAME."
+            )
+    ordered = {key: values[key] for key in _order(values)}
+    return ImportedTask(task=Task(**_without_defaults(ordered)), values=_without_defaults(ordered), files=tuple(files))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if path.suffix.lower() == ".json":
+        try:
+            given = read_json(path, _MAX_BYTES)
+        except (OSError, ValueError) as error:
+            raise SpecError(f"{path}: expected a JSON object in UTF-8, found: {error}. Check the file.") from None
+        if not isinstance(given, dict):
+            raise SpecError(f"{path}: expected a JSON object, found {quoted(given)}. Name a configuration.")
+        return given
+    found = read_mapping(path, "configuration", "learning_rate: 1e-4")
+    for key in found:
+        if not isinstance(key, str):
+            raise SpecError(f"{path} should have text for keys, found {quoted(key)}. Put the key in quotes.")
+    return found
+
+
+def _searched(space: object) -> Iterator[str]:
+    """Canonical names of the fields of a search space as it is written."""
+    if isinstance(space, list):
+        for pairing in space:
+            yield from _searched(pairing)
+    elif isinstance(space, Mapping):
+        for key, value in space.items():
+            if key == "paired":
+                yield from _searched(value)
+            else:
+                yield _FIELD_ALIASES.get(str(key), str(key))
+
+
+def _named_method(overrides: Iterable[str]) -> str | None:
+    given = [value for key, value in map(parse_override, overrides) if TASK_ALIASES.get(key, key) == "method"]
+    return str(given[-1]) if given else None
+
+
+def _order(values: Mapping[str, Any]) -> list[str]:
+    """The task's own keys as its class has them, then those of jobs, then the search space."""
+    last = ("early_exit", "search", "search_space")
+    own = [key for key in TASK_FIELDS if key in values and key not in last]
+    rest = [key for key in values if key not in own and key not in last]
+    return [*own, *rest, *(key for key in last if key in values)]
+
+
+def _without_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
+    """``values`` without keys of the task itself that have its default."""
+    kept = {}
+    for key, value in values.items():
+        field = Task.model_fields.get(key)
+        if field is None or field.is_required() or key == "method" or value != field.default:
+            kept[key] = value
+    return kept
+
+
+def _from_here(key: str, value: Any) -> Any:
+    """A path of an override, which is relative to the current folder, as an absolute one."""
+    if key not in _PATHS or not isinstance(value, str) or (key == "model" and not value.startswith(("./", "../"))):
+        return value
+    try:
+        return str(Path(value).resolve()) if Path(value).exists() else value
+    except OSError:  # no name of a file, as the text of a chat template
+        return value
+
+
+def _relative(key: str, value: Any, folder: Path) -> Any:
+    if key == "dataset" and isinstance(value, list):
+        return [
+            {name: _relative("dataset" if name == "path" else name, item, folder) for name, item in entry.items()}
+            for entry in value
+        ]
+    if key not in _PATHS or not isinstance(value, str) or not os.path.isabs(value):
+        return value
+    if not Path(value).is_relative_to(folder):
+        return value
+    inside = Path(value).relative_to(folder).as_posix()
+    return f"./{inside}" if key == "model" else inside

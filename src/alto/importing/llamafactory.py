@@ -1,0 +1,240 @@
+"""LLaMA-Factory: files of ``llamafactory-cli train``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from alto.errors import UnsupportedError
+from alto.importing.draft import Answers, Draft
+from alto.importing.llamafactory_data import read_datasets
+from alto.importing.trainer import (
+    compares_replies_as_tool,
+    local_model,
+    read_trainer_keys,
+    set_defaults,
+    validation_share,
+)
+from alto.spec.method import find_method
+from alto.spec.quoting import quoted
+
+__all__ = ["MARKS", "read_llamafactory"]
+
+MARKS = frozenset(
+    {
+        *("stage", "finetuning_type", "lora_rank", "lora_target", "cutoff_len", "template", "dataset_dir", "val_size"),
+        *("pref_beta", "pref_loss", "pref_ftx", "preprocessing_num_workers", "plot_loss", "overwrite_cache"),
+        *("quantization_bit", "additional_target", "adapter_name_or_path", "mask_history", "train_on_prompt"),
+        *("flash_attn", "neat_packing", "upcast_layernorm", "use_unsloth", "interleave_probs", "mix_strategy"),
+    }
+)
+"""Keys by which a configuration of LLaMA-Factory is recognised."""
+
+_PREFIXES = (
+    "freeze_",
+    "oft_",
+    "galore_",
+    "apollo_",
+    "badam_",
+    "ppo_",
+    "swanlab_",
+    "ray_",
+    "export_",
+    "image_",
+    "video_",
+)
+"""Keys of other kinds of training, other trackers, other launchers or of exports, which alone do nothing."""
+
+_ANSWERS = Answers(
+    not_needed={
+        "template": "rows are written by the chat template of the model's tokenizer; write the Jinja text of "
+        "another in chat_template",
+        "plot_loss": "'report.html' of the run has the loss curves",
+        "neat_packing": "rows are concatenated without padding and never attend to each other",
+        "early_stopping_steps": "'early_exit' ends jobs by their validation losses",
+        "compute_accuracy": "jobs are compared by their validation loss",
+        "eval_on_each_dataset": "the loss on every source of a mixture is recorded",
+        "ref_model": "the reference is the frozen base",
+        "disable_gradient_checkpointing": "write gradient_checkpointing: true to recompute activations",
+        **dict.fromkeys(
+            (
+                "overwrite_cache",
+                "preprocessing_num_workers",
+                "preprocessing_batch_size",
+                "buffer_size",
+                "tokenized_path",
+            ),
+            "rows are tokenised once for all jobs, and kept in ALTO's cache where they are large (token_cache)",
+        ),
+        **dict.fromkeys(
+            (
+                *(
+                    "flash_attn",
+                    "enable_liger_kernel",
+                    "use_unsloth",
+                    "use_unsloth_gc",
+                    "use_v1_kernels",
+                    "use_kv_cache",
+                ),
+                *("use_reentrant_gc", "use_fast_tokenizer", "low_cpu_mem_usage", "upcast_layernorm"),
+                *("upcast_lmhead_output", "quantization_device_map", "offload_folder", "infer_backend", "infer_dtype"),
+            ),
+            "ALTO chooses its kernels and how a model is loaded",
+        ),
+        **dict.fromkeys(
+            ("cache_dir", "hf_hub_token", "ms_hub_token", "om_hub_token"),
+            "models come from the cache and with the token of the Hugging Face hub",
+        ),
+        **dict.fromkeys(
+            ("print_param_status", "include_effective_tokens_per_second", "predict_with_generate", "media_dir"),
+            "a run's journal and report have what is known of every job",
+        ),
+        **dict.fromkeys(("quantization_type", "double_quantization"), "4 bits are NF4 with double quantisation"),
+        "loraplus_lr_embedding": "no adapter is on the embeddings",
+        "ignore_pad_token_for_loss": "there is no padding",
+        "pissa_iter": "PiSSA is not supported",
+        "pissa_convert": "PiSSA is not supported",
+        "create_new_adapter": "every job begins with a new adapter",
+    },
+    not_supported={
+        "adapter_name_or_path": "every job begins with a new adapter: merge the old one into the model, and name that",
+        "additional_target": "only adapters, biases and classification heads are trained",
+        "pref_bco_weight": "write loss_type: [sigmoid, bco_pair] with loss_weights for TRL's form of it",
+        "use_dft_loss": "the loss of method sft is the cross-entropy",
+        "moe_aux_loss_coef": "the experts' balancing loss is not added",
+        "disable_shuffling": "every job shuffles its rows in every epoch, by its own 'seed'",
+        "tool_format": "tools are written by the chat template of the model's tokenizer",
+        "rope_scaling": "write it into the model's config.json, and give the folder in 'model'",
+        "shift_attn": "attention is the model's own",
+        "mixture_of_depths": "the model is trained as it is",
+        "split_special_tokens": "texts are tokenised as the tokenizer does by itself",
+        "quantization_method": "models are quantised by bitsandbytes, or as they are on disk",
+        "reward_model": "only PPO has one",
+        "ref_model_adapters": "the reference is the frozen base without an adapter",
+        "fp8": "the base is float32, bfloat16, float16, or quantised",
+        **dict.fromkeys(
+            ("add_tokens", "add_special_tokens", "new_special_tokens_config", "resize_vocab"),
+            "the embeddings are not trained: save a model and a tokenizer with the new tokens, and name that folder",
+        ),
+        **dict.fromkeys(
+            ("use_galore", "use_apollo", "use_badam", "use_adam_mini", "use_muon", "use_llama_pro", "use_mca"),
+            "it is about the weights of whole layers, and ALTO trains adapters",
+        ),
+        "use_swanlab": "trackers are tensorboard, mlflow, wandb and trackio (report_to)",
+        "train_from_scratch": "the base model is frozen",
+    },
+    off={
+        "flash_attn": ("auto",),
+        "quantization_method": ("bnb", "bitsandbytes"),
+        "quantization_type": ("nf4",),
+        "double_quantization": (True,),
+        "low_cpu_mem_usage": (True,),
+        "use_fast_tokenizer": (True,),
+        "ignore_pad_token_for_loss": (True,),
+        "pref_bco_weight": (0,),
+        "use_reentrant_gc": (True,),
+        "use_kv_cache": (True,),
+    },
+)
+
+_DEFAULTS = {
+    "max_length": 2048,
+    "learning_rate": 5e-5,
+    "per_device_train_batch_size": 8,
+    "r": 8,
+    "num_train_epochs": 3,
+}
+_STAGES = {"sft": "sft", "dpo": "dpo", "kto": "kto"}
+
+
+def read_llamafactory(draft: Draft, method_name: str | None) -> None:
+    """Turn ``draft`` of a configuration of LLaMA-Factory into a task.
+
+    Args:
+        draft: The configuration; it gets values and a report.
+        method_name: The method, where the user has named one.
+
+    Raises:
+        SpecError: ``dataset_info.json`` or a key of the file is not as LLaMA-Factory has it.
+        UnsupportedError: It trains something else than adapters, or has a dataset that ALTO cannot read.
+    """
+    stage, kind = draft.take("stage", "sft"), draft.take("finetuning_type", "lora")
+    if kind != "lora":
+        raise UnsupportedError(
+            f"finetuning_type: expected 'lora', found {quoted(kind)}: ALTO trains LoRA adapters. Write "
+            "finetuning_type: lora."
+        )
+    if stage not in _STAGES:
+        raise UnsupportedError(
+            f"stage: expected one of {', '.join(_STAGES)}, found {quoted(stage)}, which ALTO does not train. Give a "
+            "configuration of another stage."
+        )
+    method = find_method(method_name or _read_preference(draft, stage))
+    draft.put("method", method.name)
+    draft.put("model", local_model(draft, draft.take("model_name_or_path")))
+    read_datasets(draft, method)
+    validation_share(draft, "val_size")
+    _read_masks(draft)
+    draft.put("max_length", draft.take("cutoff_len"))
+    read_trainer_keys(draft)
+    _read_adapter(draft)
+    _read_quantisation(draft)
+    for key in [key for key in draft.given if key.startswith(_PREFIXES)]:
+        draft.take(key)
+    draft.pass_on(_ANSWERS, method)
+    set_defaults(draft, _DEFAULTS)
+    compares_replies_as_tool(draft, method)
+
+
+def _read_preference(draft: Draft, stage: str) -> str:
+    """The method of ``stage``; LLaMA-Factory has ORPO and SimPO among the losses of DPO."""
+    loss, weight = draft.take("pref_loss", "sigmoid"), draft.take("pref_ftx", 0)
+    smoothing, gamma = draft.take("dpo_label_smoothing", 0), draft.take("simpo_gamma")
+    if stage != "dpo":
+        return _STAGES[stage]
+    if loss == "orpo":
+        if weight:
+            draft.not_supported("pref_ftx", "ORPO has the cross-entropy of chosen replies already, with the weight 1")
+        return "orpo"
+    if loss == "simpo":
+        draft.values.update({"loss_type": "simpo", "cpo_alpha": float(weight)})
+        draft.put("simpo_gamma", gamma)
+        draft.used("pref_loss", "method: cpo with loss_type: simpo and cpo_alpha: the weight of pref_ftx")
+        return "cpo"
+    if loss == "kto_pair":
+        raise UnsupportedError("pref_loss: expected another form, found 'kto_pair'. Write stage: kto, with such rows.")
+    draft.put("loss_type", loss)
+    if smoothing:
+        draft.put("label_smoothing", smoothing)
+    if weight:
+        draft.put("rpo_alpha", float(weight))
+        draft.used("pref_ftx", "rpo_alpha: the cross-entropy is averaged over the tokens of a step, not row by row")
+    return "dpo"
+
+
+def _read_masks(draft: Draft) -> None:
+    if draft.take("train_on_prompt"):
+        draft.put("train_on", "all")
+        draft.used("train_on_prompt", "train_on: all")
+    if draft.take("mask_history"):
+        draft.put("train_on", "last")
+        draft.used("mask_history", "train_on: last")
+    if draft.take("packing"):
+        draft.not_needed(
+            "packing",
+            "rows are never padded; but a packed row of LLaMA-Factory holds several rows: raise "
+            "per_device_train_batch_size to about as many",
+        )
+
+
+def _read_adapter(draft: Draft) -> None:
+    targets: Any = draft.take("lora_target", "all")
+    names = [name.strip() for name in targets.split(",")] if isinstance(targets, str) else targets
+    draft.put("target_modules", "all-linear" if names == ["all"] else names)
+
+
+def _read_quantisation(draft: Draft) -> None:
+    bits = draft.take("quantization_bit")
+    if bits in (4, 8):
+        draft.put(f"load_in_{bits}bit", True)
+    elif bits is not None:
+        draft.not_supported("quantization_bit", f"{quoted(bits)}: load_in_4bit and load_in_8bit quantise the base")

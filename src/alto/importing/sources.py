@@ -1,0 +1,154 @@
+"""Datasets of other tools as those of a task: one, or the sources of a mixture."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from alto.errors import UnsupportedError
+from alto.importing.draft import Draft
+from alto.spec.data_keys import default_name
+from alto.spec.quoting import quoted
+
+__all__ = ["Source", "message_form", "put_sources", "readable_path"]
+
+_MAX_NAME_CHARS = 40
+
+_MESSAGE_FORMS = {("role", "content"): "messages", ("from", "value"): "sharegpt"}
+_ROLES: Mapping[str, tuple[str, ...]] = {
+    "system": ("system", "developer"),
+    "user": ("user", "human"),
+    "assistant": ("assistant", "gpt", "chatgpt", "model"),
+    "tool": ("tool", "function", "observation"),
+    "function": ("function_call",),
+}
+"""What ALTO takes speakers for, by the names that rows give them."""
+
+_ONLY_SHAREGPT = ("human", "gpt", "chatgpt", "model", "observation", "function_call")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """One dataset, as the keys of a task or of a mixture's source have it.
+
+    Attributes:
+        path: A hub dataset, or the absolute path of a file.
+        form: Form of the rows.
+        columns: Columns by their roles.
+        config, split: Configuration and split of a hub dataset.
+        weight: Share in a mixture, where the tool has one.
+    """
+
+    path: str
+    form: str = "auto"
+    columns: Mapping[str, str] = field(default_factory=dict)
+    config: str | None = None
+    split: str | None = None
+    weight: float | None = None
+
+    @property
+    def is_file(self) -> bool:
+        """Whether its rows are in a file of this machine."""
+        return os.path.isabs(self.path)
+
+    def keys(self) -> dict[str, Any]:
+        """Its keys but the path, those with a value."""
+        # A file has no splits.
+        split = self.split if not self.is_file and self.split != "train" else None
+        config = None if self.is_file else self.config
+        given = {"dataset_config": config, "dataset_train_split": split, "columns": dict(self.columns) or None}
+        form = {} if self.form == "auto" else {"dataset_format": self.form}
+        return {**form, **{key: value for key, value in given.items() if value is not None}}
+
+
+def put_sources(draft: Draft, sources: Sequence[Source], key: str) -> None:
+    """Set the dataset of the task: the only source, or a mixture of them.
+
+    Args:
+        draft: The task.
+        sources: At least one.
+        key: The tool's key that lists them, for the report.
+    """
+    if len(sources) == 1:
+        draft.values.update({"dataset": sources[0].path, **sources[0].keys()})
+        return
+    entries: list[dict[str, Any]] = []
+    for source in sources:
+        weight = {} if source.weight is None else {"weight": source.weight}
+        entries.append({"path": source.path, "name": _name(source, entries), **weight, **source.keys()})
+    draft.put("dataset", entries)
+    if all(source.weight is None for source in sources):
+        draft.used(
+            key,
+            "a mixture of equal weights, where the tool joins all rows: write the number of rows of each source as its "
+            "'weight' for the same shares",
+        )
+
+
+def _name(source: Source, others: Sequence[Mapping[str, Any]]) -> str:
+    taken = {other["name"] for other in others}
+    name = default_name(source.path)[:_MAX_NAME_CHARS]
+    number = 2
+    while name in taken:
+        suffix = f"-{number}"
+        name = default_name(source.path)[: _MAX_NAME_CHARS - len(suffix)] + suffix
+        number += 1
+    return name
+
+
+def readable_path(draft: Draft, path: object, where: str) -> str:
+    """The dataset ``path`` as a task can name it: a file, by its absolute path, or a hub dataset.
+
+    Raises:
+        UnsupportedError: It is a folder, an address, or no text.
+    """
+    if not isinstance(path, str) or not path:
+        raise UnsupportedError(
+            f"{where}: expected the name of a file or of a hub dataset, found {quoted(path)}. Give it with --set "
+            "dataset=FILE."
+        )
+    if re.match(r"[a-z][a-z0-9+.-]*://", path):
+        raise UnsupportedError(
+            f"{where}: expected a file or a hub dataset, found the address {quoted(path)}. Download the file, and give "
+            "it with --set dataset=FILE."
+        )
+    found = draft.locate(path)
+    if os.path.isdir(found):
+        raise UnsupportedError(
+            f"{where}: expected a file or a hub dataset, found the folder {found}. Give one of its files with --set "
+            "dataset=FILE."
+        )
+    return found
+
+
+def message_form(role_key: str, content_key: str, roles: Mapping[str, Sequence[str]], where: str) -> str:
+    """The form of rows whose messages have these keys and speakers.
+
+    Args:
+        role_key, content_key: Keys of a message.
+        roles: Names of speakers in the rows, by what they are taken for.
+        where: Place of the dataset, for messages.
+
+    Raises:
+        UnsupportedError: ALTO reads messages with other keys, or takes a speaker for another one.
+    """
+    form = _MESSAGE_FORMS.get((role_key, content_key))
+    if form is None:
+        raise UnsupportedError(
+            f"{where}: expected messages with the keys role and content, or from and value, found {quoted(role_key)} "
+            f"and {quoted(content_key)}. Rename them in the rows."
+        )
+    for role, names in roles.items():
+        for name in names:
+            known = _ROLES.get(role, ())
+            if name not in known or (form == "messages" and name in _ONLY_SHAREGPT):
+                readable = [each for each in known if form == "sharegpt" or each not in _ONLY_SHAREGPT]
+                expected = ", ".join(readable) or "none, in messages with role and content"
+                raise UnsupportedError(
+                    f"{where}: expected messages of the {role} to be by {expected}, found {quoted(name)}. Rename the "
+                    "speaker in the rows."
+                )
+    return form

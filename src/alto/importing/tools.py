@@ -1,0 +1,69 @@
+"""The tools whose configurations ALTO reads, and how one is recognised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+from alto.errors import SpecError
+from alto.importing import axolotl, llamafactory, trl
+from alto.importing.draft import Draft
+from alto.spec.quoting import quoted
+
+__all__ = ["TOOLS", "Tool", "find_tool", "recognise"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    """A tool.
+
+    Attributes:
+        title: Its name, for messages.
+        marks: Keys by which its configurations are recognised.
+        read: Turns a draft into a task; takes the method that the user has named, or None.
+    """
+
+    title: str
+    marks: frozenset[str]
+    read: Callable[[Draft, str | None], None]
+
+
+TOOLS: Mapping[str, Tool] = {
+    "llamafactory": Tool(title="LLaMA-Factory", marks=llamafactory.MARKS, read=llamafactory.read_llamafactory),
+    "axolotl": Tool(title="Axolotl", marks=axolotl.MARKS, read=axolotl.read_axolotl),
+    "trl": Tool(title="TRL", marks=trl.MARKS, read=trl.read_trl),
+}
+"""By the name after ``--from``."""
+
+
+def find_tool(name: str) -> Tool:
+    """The tool called ``name``.
+
+    Raises:
+        SpecError: There is no such tool.
+    """
+    if name not in TOOLS:
+        raise SpecError(f"--from: expected one of {', '.join(TOOLS)}, found {quoted(name)}. Write one of these.")
+    return TOOLS[name]
+
+
+def recognise(keys: Collection[str], where: str) -> Tool:
+    """The tool that has most of ``keys`` among its marks.
+
+    Args:
+        keys: Of the configuration.
+        where: Its file, for messages.
+
+    Raises:
+        SpecError: None has any, or two have equally many.
+    """
+    counts = {name: len(tool.marks.intersection(keys)) for name, tool in TOOLS.items()}
+    most = max(counts.values())
+    best = [name for name, count in counts.items() if count == most]
+    if most == 0 or len(best) > 1:
+        found = "none of their keys" if most == 0 else f"as many keys of {' as of '.join(best)}"
+        raise SpecError(
+            f"{where}: expected a configuration of {', '.join(tool.title for tool in TOOLS.values())}, found "
+            f"{found}. Name the tool with --from {' or '.join(TOOLS)}."
+        )
+    return TOOLS[best[0]]

@@ -1,0 +1,216 @@
+"""TRL: files of ``trl sft --config``, and ``TrainingArguments``, ``SFTConfig`` and the like as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from alto.errors import SpecError, UnsupportedError
+from alto.importing.draft import Answers, Draft
+from alto.importing.sources import Source, put_sources, readable_path
+from alto.importing.trainer import (
+    compares_replies_as_tool,
+    local_model,
+    read_template_file,
+    read_trainer_keys,
+    set_defaults,
+)
+from alto.spec.keys import NOT_NEEDED_KEYS
+from alto.spec.method import find_method
+from alto.spec.objective_settings import KTO_LOSS_TYPES, LOSS_TYPES
+from alto.spec.quoting import quoted
+
+__all__ = ["MARKS", "read_trl"]
+
+MARKS = frozenset(
+    {
+        *("dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split", "dataset_streaming"),
+        *("use_peft", "model_revision", "attn_implementation", "use_bnb_nested_quant", "lora_task_type"),
+        *("assistant_only_loss", "completion_only_loss", "dataset_text_field", "dataset_num_proc", "max_length"),
+        *("chat_template_path", "loss_type", "beta", "precompute_ref_log_probs", "padding_free", "eos_token"),
+        *("logging_first_step", "eval_do_concat_batches", "per_gpu_train_batch_size", "project"),
+    }
+)
+"""Keys by which a configuration of TRL, or of transformers, is recognised."""
+
+_KTO_KEYS = ("desirable_weight", "undesirable_weight")
+_CPO_KEYS = ("cpo_alpha", "simpo_gamma")
+_DPO_KEYS = (
+    *("beta", "loss_weights", "ld_alpha", "f_divergence_type", "f_alpha_divergence_coef", "discopop_tau"),
+    *("precompute_ref_log_probs", "precompute_ref_batch_size", "use_weighting", "label_smoothing", "sync_ref_model"),
+    *("ref_model_mixup_alpha", "ref_model_sync_steps", "disable_dropout", "rpo_alpha"),
+)
+_SFT_KEYS = (
+    *("assistant_only_loss", "completion_only_loss", "dataset_text_field", "packing", "packing_strategy"),
+    *("eval_packing", "shuffle_dataset", "eos_token", "dataset_kwargs", "chat_template_path"),
+)
+
+_LEARNING_RATES = {"sft": 2e-5, "dpo": 1e-6, "kto": 1e-6, "cpo": 1e-6}
+_MAX_LENGTH = 1024
+_UNLIMITED = 2**20
+_BUILDERS = ("json", "csv", "parquet", "arrow", "text")
+
+_ROWS_OF_A_STEP = (
+    "rows are never padded, so packing saves nothing; but a packed row of TRL holds several rows: raise "
+    "per_device_train_batch_size to about as many"
+)
+
+_ANSWERS = Answers(
+    not_needed={"env": "set environment variables in the shell that starts ALTO"},
+    not_supported={},
+)
+
+
+def read_trl(draft: Draft, method_name: str | None) -> None:
+    """Turn ``draft`` of a configuration of TRL, or of transformers' ``TrainingArguments``, into a task.
+
+    Args:
+        draft: The configuration; it gets values and a report.
+        method_name: The method, where the user has named one: the file does not have TRL's command.
+
+    Raises:
+        SpecError: A key has a value that TRL does not take.
+        UnsupportedError: It trains all weights, or has a dataset that ALTO cannot read.
+    """
+    if draft.take("use_peft") is False:
+        raise UnsupportedError(
+            "use_peft: expected true, found false: TRL would train all weights, and ALTO trains LoRA adapters. Write "
+            "use_peft: true."
+        )
+    _read_flags(draft)
+    name = method_name or _command(draft)
+    draft.put("method", name)
+    method = find_method(name)
+    draft.put("model", local_model(draft, draft.take("model_name_or_path")))
+    _read_dataset(draft)
+    _read_length(draft)
+    read_template_file(draft, "chat_template_path")
+    if name == "sft":
+        _read_masks(draft)
+    read_trainer_keys(draft)
+    drops_out = draft.take("disable_dropout") is False
+    _read_adapter(draft)
+    draft.pass_on(_ANSWERS, method)
+    set_defaults(draft, {"learning_rate": _LEARNING_RATES.get(name, 2e-5), "per_device_train_batch_size": 8})
+    compares_replies_as_tool(draft, method, drops_out=drops_out)
+
+
+def _read_flags(draft: Draft) -> None:
+    """``no_…: true``, as on a command line, switches off what is on by default."""
+    for key in [key for key in draft.given if key.startswith("no_") and key[3:] in NOT_NEEDED_KEYS]:
+        name = key.removeprefix("no_")
+        draft.given[name] = not draft.take(key)
+        draft.spellings[name] = key
+
+
+def _command(draft: Draft) -> str:
+    """The method, by the keys that only one of TRL's commands has."""
+    given = {key for key, value in draft.given.items() if value is not None}
+    loss = draft.given.get("loss_type")
+    names = {loss} if isinstance(loss, str) else set(loss or ())
+    if given.intersection(_KTO_KEYS) or (names and names <= set(KTO_LOSS_TYPES)):
+        return "kto"
+    if given.intersection(_CPO_KEYS):
+        return "cpo"
+    if names & set(LOSS_TYPES) or (not given.intersection(_SFT_KEYS) and given.intersection(_DPO_KEYS)):
+        return "dpo"
+    if not given.intersection(_SFT_KEYS):
+        draft.used("(TRL's command)", "method: sft, as the file does not name it; --set method=dpo or kto for others")
+    return "sft"
+
+
+def _read_dataset(draft: Draft) -> None:
+    """Read ``dataset_name`` with its configuration and splits, or ``datasets``, which overrules it as in TRL."""
+    listed = draft.take("datasets")
+    keys = ("dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split")
+    name, config, train, test = (draft.take(key) for key in keys)
+    share = draft.take("test_split_size")
+    if isinstance(share, float) and 0 < share < 1:
+        draft.put("validation_split", share)
+    elif share is not None:
+        draft.not_supported("test_split_size", f"{quoted(share)} is no share; write validation_split")
+    if listed:
+        put_sources(draft, [_entry(draft, item, index) for index, item in enumerate(listed)], "datasets")
+        return
+    if name is None:
+        return
+    source = Source(path=readable_path(draft, name, "dataset_name"), config=config, split=train)
+    put_sources(draft, [source], "dataset_name")
+    if test not in (None, "test"):
+        if source.is_file:
+            draft.not_supported("dataset_test_split", "a file has no splits; name other rows in validation_dataset")
+        else:
+            draft.put("dataset_test_split", test)
+            draft.used("dataset_test_split", "dataset_test_split, for 'alto eval' alone: jobs are compared on others")
+
+
+def _entry(draft: Draft, item: Any, index: int) -> Source:
+    where = f"datasets[{index}]"
+    if not isinstance(item, Mapping):
+        raise SpecError(f"{where}: expected a mapping with a path, found {quoted(item)}. Correct it.")
+    files, path = item.get("data_files"), item.get("path")
+    if item.get("data_dir") is not None or not isinstance(files, str | None) or (files and path not in _BUILDERS):
+        raise UnsupportedError(
+            f"{where}: expected a hub dataset, or path: json with one file in data_files, found data_dir, "
+            "several files or files of a hub dataset. Give one file with --set dataset=FILE."
+        )
+    return Source(
+        path=readable_path(draft, files or path, where),
+        config=item.get("name"),
+        split=item.get("split"),
+        weight=item.get("fraction"),
+    )
+
+
+def _read_length(draft: Draft) -> None:
+    """``max_length``, which is 1024 where it is not given; null cuts nothing."""
+    if "max_length" in draft.given and draft.given["max_length"] is None:
+        draft.put("max_length", _UNLIMITED)
+        draft.used("max_length", f"max_length: {_UNLIMITED}; rows are cut where the model's positions end")
+    else:
+        draft.put("max_length", draft.given.get("max_length", _MAX_LENGTH))
+    draft.given.pop("max_length", None)
+
+
+def _read_masks(draft: Draft) -> None:
+    """Which tokens are trained, and how rows become tokens."""
+    if draft.given.get("loss_type") in ("nll", "chunked_nll", None):
+        draft.take("loss_type")
+    elif draft.given.get("loss_type") == "dft":
+        draft.take("loss_type")
+        draft.not_supported("loss_type", "'dft': the loss of method sft is the cross-entropy")
+    completion, assistant = draft.take("completion_only_loss"), draft.take("assistant_only_loss")
+    if completion is False:
+        draft.put("train_on", "all")
+        draft.used("completion_only_loss", "train_on: all")
+    elif completion is None and assistant is not True:
+        draft.used(
+            "assistant_only_loss",
+            "train_on: completion, the replies alone; of rows of messages TRL would train every token: --set "
+            "train_on=all",
+        )
+    column = draft.take("dataset_text_field", "text")
+    if column != "text":
+        draft.put("columns", {"text": column})
+    if draft.take("packing"):
+        draft.not_needed("packing", _ROWS_OF_A_STEP)
+
+
+def _read_adapter(draft: Draft) -> None:
+    """Keys of TRL's ``ModelConfig`` or of PEFT's ``LoraConfig``, with the defaults of the former."""
+    defaults = {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05}
+    if draft.given.keys() & {*defaults, "lora_target_modules"}:
+        for key, value in defaults.items():
+            if draft.given.get(key) is None:
+                draft.given[key] = value
+    targets = draft.given.get("lora_target_modules", draft.given.get("target_modules"))
+    if targets is None:
+        draft.used(
+            "lora_target_modules",
+            "target_modules: all-linear, all linear layers; PEFT would choose some by the architecture (of Llama and "
+            "Qwen q_proj and v_proj): --set target_modules=[q_proj,v_proj]",
+        )
+        draft.given.pop("target_modules", None)
+    elif isinstance(targets, list) and len(targets) == 1 and targets[0] == "all-linear":
+        draft.given.pop("lora_target_modules", None)
+        draft.put("target_modules", "all-linear")

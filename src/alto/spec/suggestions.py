@@ -1,0 +1,63 @@
+"""Which key a misspelt one was meant to be."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+__all__ = ["nearest_key"]
+
+_MAX_CHARS = 64
+_MAX_COST = 2
+_MIN_PREFIX = 3
+"""Letters of a word that may stand for a longer word that begins with it."""
+
+
+def nearest_key(key: str, names: Iterable[str]) -> str | None:
+    """The one of ``names`` that ``key`` is a misspelling of; None if it is none.
+
+    The two have the same letters but for ``_`` and ``-`` between words; or as many words, of which each is the same,
+    or cut short, or has one letter wrong, missing, added or exchanged with its neighbour. So ``save_steps`` is no
+    misspelling of ``max_steps``, nor ``deepspeed`` of ``seed``.
+    """
+    if len(key) > _MAX_CHARS:
+        return None
+    costs = {name: cost for name in names if (cost := _cost(key.lower(), name)) is not None}
+    return min(costs, key=lambda name: costs[name]) if costs else None
+
+
+def _cost(key: str, name: str) -> int | None:
+    """Words of ``key`` that are misspelt; None where it is something else than ``name``."""
+    words, meant = re.split("[_-]", key), name.split("_")
+    if "".join(words) == "".join(meant):
+        return 0
+    if len(words) != len(meant):
+        return None
+    total = 0
+    for word, other in zip(words, meant, strict=True):
+        if word == other:
+            continue
+        if not _is_misspelt(word, other):
+            return None
+        total += 1
+    return total if total <= _MAX_COST else None
+
+
+def _is_misspelt(word: str, meant: str) -> bool:
+    if not word or not meant or word[0] != meant[0] or re.findall(r"\d", word) != re.findall(r"\d", meant):
+        return False
+    shorter, longer = sorted((word, meant), key=len)
+    if len(shorter) >= _MIN_PREFIX and longer.startswith(shorter):
+        return True
+    return len(longer) > _MIN_PREFIX and _differ_by_one(shorter, longer)
+
+
+def _differ_by_one(shorter: str, longer: str) -> bool:
+    """Whether one letter is another, missing, or exchanged with its neighbour."""
+    if len(longer) - len(shorter) > 1:
+        return False
+    start = next((i for i, pair in enumerate(zip(shorter, longer, strict=False)) if pair[0] != pair[1]), len(shorter))
+    if len(shorter) < len(longer):
+        return shorter[start:] == longer[start + 1 :]
+    exchanged = longer[start : start + 2][::-1] + longer[start + 2 :]
+    return shorter[start + 1 :] == longer[start + 1 :] or shorter[start:] == exchanged

@@ -1,0 +1,305 @@
+"""Datasets and keys of LLaMA-Factory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from foreign_configs import write_configs
+
+from alto.errors import AltoError, SpecError, UnsupportedError
+from alto.importing import ImportedFile, import_file, imported_task
+
+BASE: dict[str, Any] = {"model_name_or_path": "alto-tiny", "stage": "sft", "dataset": "identity", "val_size": 0.1}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(write_configs(tmp_path / "work"))
+    return tmp_path / "work"
+
+
+def imported(folder: Path, **keys: Any) -> ImportedFile:
+    (folder / "config.json").write_text(json.dumps(BASE | keys), encoding="utf-8")
+    return import_file(folder / "config.json", "llamafactory")
+
+
+def note(found: ImportedFile, key: str) -> str:
+    (line,) = [str(note) for note in found.notes if note.key == key]
+    return line
+
+
+def describe(folder: Path, entry: dict[str, Any]) -> None:
+    (folder / "data" / "dataset_info.json").write_text(json.dumps({"mine": entry}), encoding="utf-8")
+
+
+def test_what_the_file_leaves_out_is_llamafactorys_default(folder: Path) -> None:
+    values = imported(folder).values
+    expected = {"max_length": 2048, "learning_rate": 5e-5, "per_device_train_batch_size": 8, "r": 8}
+    expected |= {"num_train_epochs": 3, "target_modules": "all-linear"}
+    assert expected.items() <= values.items()
+    assert imported_task([imported(folder)]).task.jobs[0].config.lora_alpha == 16
+
+
+@pytest.mark.parametrize(
+    ("entry", "method", "expected"),
+    [
+        ({"file_name": "identity.json"}, "sft", {"dataset_format": "alpaca"}),
+        (
+            {
+                "hf_hub_url": "a/b",
+                "subset": "en",
+                "split": "full",
+                "columns": {"prompt": "question", "response": "answer"},
+            },
+            "sft",
+            {
+                "dataset": "a/b",
+                "dataset_config": "en",
+                "dataset_train_split": "full",
+                "dataset_format": "prompt_completion",
+                "columns": {"prompt": "question", "completion": "answer"},
+            },
+        ),
+        (
+            {
+                "hf_hub_url": "a/b",
+                "columns": {"prompt": "i", "query": "q", "response": "o", "history": "h", "system": "s"},
+            },
+            "sft",
+            {
+                "dataset_format": "alpaca",
+                "columns": {"instruction": "i", "input": "q", "output": "o", "history": "h", "system": "s"},
+            },
+        ),
+        (
+            {"hf_hub_url": "a/b", "formatting": "sharegpt", "columns": {"messages": "talk", "tools": "tools"}},
+            "sft",
+            {"dataset_format": "sharegpt", "columns": {"messages": "talk", "tools": "tools"}},
+        ),
+        (
+            {
+                "hf_hub_url": "a/b",
+                "formatting": "sharegpt",
+                "columns": {"messages": "messages"},
+                "tags": {
+                    "role_tag": "role",
+                    "content_tag": "content",
+                    "user_tag": "user",
+                    "assistant_tag": "assistant",
+                },
+            },
+            "sft",
+            {"dataset_format": "messages", "columns": {"messages": "messages"}},
+        ),
+        (
+            {"hf_hub_url": "a/b", "ranking": True, "columns": {"prompt": "q", "chosen": "c", "rejected": "r"}},
+            "dpo",
+            {"dataset_format": "preference", "columns": {"prompt": "q", "chosen": "c", "rejected": "r"}},
+        ),
+    ],
+)
+def test_forms_of_dataset_info(folder: Path, entry: dict[str, Any], method: str, expected: dict[str, Any]) -> None:
+    describe(folder, entry)
+    found = imported(folder, stage=method, dataset="mine")
+    assert expected.items() <= found.values.items()
+    imported_task([found])
+
+
+@pytest.mark.parametrize(
+    ("entry", "keys", "reason"),
+    [
+        (
+            {"file_name": "x.json", "columns": {"images": "images"}},
+            {},
+            "expected rows of text, found a column of images",
+        ),
+        (
+            {"file_name": "x.json", "formatting": "other"},
+            {},
+            "expected the formatting alpaca or sharegpt, found 'other'",
+        ),
+        ({"script_url": "x"}, {}, "expected file_name or hf_hub_url"),
+        ({"hf_hub_url": "a/b", "folder": "part"}, {}, "found its folder 'part'"),
+        ({"file_name": "."}, {}, "found the folder"),
+        ({"file_name": "x.json", "columns": {"prompt": "text"}}, {}, "a column of prompts and one of responses"),
+        ({"file_name": "x.json", "ranking": True}, {}, "expected rows for method 'sft', found pairs"),
+        ({"file_name": "x.json"}, {"stage": "dpo"}, "expected rows for method 'dpo', found replies"),
+        (
+            {"file_name": "x.json", "formatting": "sharegpt", "columns": {"messages": "m", "kto_tag": "label"}},
+            {"stage": "kto"},
+            "found conversations in 'm' that end with them. Write the last message of each into a column completion",
+        ),
+        (
+            {"file_name": "x.json", "columns": {"prompt": "p", "query": "q", "response": "r", "kto_tag": "l"}},
+            {"stage": "kto"},
+            "one column of prompts",
+        ),
+        (
+            {"file_name": "x.json", "formatting": "sharegpt", "tags": {"role_tag": "who", "content_tag": "says"}},
+            {},
+            "found 'who' and 'says'. Rename them in the rows",
+        ),
+        (
+            {"file_name": "x.json", "formatting": "sharegpt", "tags": {"user_tag": "client"}},
+            {},
+            "messages of the user to be by user, human, found 'client'",
+        ),
+        (
+            {
+                "file_name": "x.json",
+                "formatting": "sharegpt",
+                "tags": {"role_tag": "role", "content_tag": "content", "assistant_tag": "gpt"},
+            },
+            {},
+            "messages of the assistant to be by assistant, found 'gpt'",
+        ),
+    ],
+)
+def test_datasets_that_cannot_be_read(folder: Path, entry: dict[str, Any], keys: dict[str, Any], reason: str) -> None:
+    describe(folder, entry)
+    with pytest.raises(UnsupportedError) as caught:
+        imported(folder, dataset="mine", **keys)
+    assert reason in str(caught.value)
+    assert "config.json" in str(caught.value)
+
+
+def test_an_unknown_dataset_and_no_dataset_info(folder: Path) -> None:
+    with pytest.raises(SpecError, match=r"the dataset 'nothing' of .*dataset_info\.json: expected a mapping"):
+        imported(folder, dataset="nothing")
+    (folder / "data" / "dataset_info.json").unlink()
+    with pytest.raises(
+        SpecError, match=r"dataset_dir: expected a folder with a dataset_info.json, found none in .*data"
+    ):
+        imported(folder)
+
+
+def test_dataset_info_is_found_beside_the_file_and_online(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "data" / "dataset_info.json").rename(folder / "dataset_info.json")
+    (folder / "data" / "identity.json").rename(folder / "identity.json")
+    monkeypatch.chdir("/")
+    assert imported(folder).values["dataset"] == str(folder / "identity.json")
+    assert imported(folder, dataset_dir="ONLINE", dataset="a/b").values["dataset"] == "a/b"
+
+
+def test_mixtures(folder: Path) -> None:
+    found = imported(
+        folder, dataset="identity, alpaca_en_demo", mix_strategy="interleave_under", interleave_probs="0.7,0.3"
+    )
+    assert [(source["name"], source["weight"]) for source in found.values["dataset"]] == [
+        ("identity", 0.7),
+        ("alpaca", 0.3),
+    ]
+    found = imported(folder, dataset="identity,identity")
+    assert [source["name"] for source in found.values["dataset"]] == ["identity", "identity-2"]
+    assert "write the number of rows" in "".join(str(each) for each in found.notes)
+    assert [source.weight for source in imported_task([found]).task.sources] == [1.0, 1.0]
+
+
+def test_validation_rows(folder: Path) -> None:
+    found = imported(folder, eval_dataset="alpaca_en_demo", val_size=0)
+    assert found.values["validation_dataset"] == str(folder / "data" / "alpaca.jsonl")
+    assert "validation_split" not in found.values
+    assert "eval_dataset: not supported" in note(imported(folder, eval_dataset="ultrachat_200k"), "eval_dataset")
+    assert "without validation rows jobs cannot be compared" in note(imported(folder, val_size=0), "val_size")
+    assert "100 is a number of rows" in note(imported(folder, val_size=100), "val_size")
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"pref_loss": "ipo", "pref_beta": 0.5}, {"method": "dpo", "loss_type": "ipo", "beta": 0.5}),
+        ({"pref_loss": "sigmoid", "dpo_label_smoothing": 0.1}, {"method": "dpo", "label_smoothing": 0.1}),
+        ({"pref_ftx": 0.5}, {"method": "dpo", "rpo_alpha": 0.5}),
+        ({"pref_loss": "orpo"}, {"method": "orpo"}),
+        (
+            {"pref_loss": "simpo", "simpo_gamma": 0.7, "pref_ftx": 0.2},
+            {"method": "cpo", "loss_type": "simpo", "simpo_gamma": 0.7, "cpo_alpha": 0.2},
+        ),
+    ],
+)
+def test_losses_of_preferences(folder: Path, keys: dict[str, Any], expected: dict[str, Any]) -> None:
+    found = imported(folder, stage="dpo", dataset="dpo_en_demo", **keys)
+    assert expected.items() <= found.values.items()
+    imported_task([found])
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"quantization_bit": 4}, {"load_in_4bit": True}),
+        ({"quantization_bit": 8}, {"load_in_8bit": True}),
+        ({"train_on_prompt": True}, {"train_on": "all"}),
+        ({"mask_history": True}, {"train_on": "last"}),
+        ({"lora_target": "q_proj, v_proj"}, {"target_modules": ["q_proj", "v_proj"]}),
+        ({"pure_bf16": True}, {"dtype": "bfloat16"}),
+        ({"fp16": True}, {"dtype": "float16"}),
+        ({"loraplus_lr_ratio": 16.0}, {"loraplus_lr_ratio": 16.0}),
+        ({"warmup_steps": 5, "warmup_ratio": 0.1}, {"warmup_steps": 5}),
+        ({"max_steps": 7}, {"max_steps": 7}),
+        ({"optim": "adamw_hf"}, {"optim": "adamw_torch"}),
+        ({"report_to": ["wandb", "swanlab"]}, {"report_to": ["wandb"]}),
+        (
+            {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": '{"min_lr_rate": 0.1}'},
+            {"lr_scheduler_kwargs": {"min_lr_rate": 0.1}},
+        ),
+    ],
+)
+def test_keys_that_become_another_one(folder: Path, keys: dict[str, Any], expected: dict[str, Any]) -> None:
+    found = imported(folder, **keys)
+    assert expected.items() <= found.values.items()
+    imported_task([found])
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "kind"),
+    [
+        ("adapter_name_or_path", "saves/x", "not supported"),
+        ("use_galore", True, "not supported"),
+        ("neat_packing", True, "not needed"),
+        ("packing", True, "not needed"),
+        ("additional_target", "embed_tokens", "not supported"),
+        ("pissa_init", True, "not supported"),
+        ("deepspeed", "ds_z3.json", "not needed"),
+        ("bogus", 1, "unknown"),
+        ("dataloader_drop_last", True, "not supported"),
+    ],
+)
+def test_keys_that_are_left_out_are_reported(folder: Path, key: str, value: object, kind: str) -> None:
+    assert note(imported(folder, **{key: value}), key).startswith(f"{key}: {kind}: ")
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"flash_attn": "auto"},
+        {"use_galore": False},
+        {"save_steps": 500},
+        {"resume_from_checkpoint": None},
+        {"max_steps": -1},
+        {"ppo_epochs": 4},
+        {"galore_rank": 16},
+        {"double_quantization": True},
+    ],
+)
+def test_keys_that_ask_for_nothing_are_not_reported(folder: Path, keys: dict[str, Any]) -> None:
+    assert [each.key for each in imported(folder, **keys).notes] == [each.key for each in imported(folder).notes]
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({"finetuning_type": "full"}, "finetuning_type: expected 'lora', found 'full'"),
+        ({"stage": "ppo"}, "stage: expected one of sft, dpo, kto, found 'ppo'"),
+        ({"stage": "pt"}, "found 'pt'"),
+        ({"stage": "dpo", "dataset": "dpo_en_demo", "pref_loss": "kto_pair"}, "found 'kto_pair'"),
+        ({"optim": "lomo"}, "optim: expected one of"),
+        ({"dataset_dir": "REMOTE:a/b"}, "found 'REMOTE:a/b'"),
+    ],
+)
+def test_other_training_is_refused(folder: Path, keys: dict[str, Any], reason: str) -> None:
+    with pytest.raises(AltoError) as caught:
+        imported_task([imported(folder, **keys)])
+    assert reason in str(caught.value)

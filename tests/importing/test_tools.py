@@ -1,0 +1,70 @@
+"""Whose configuration a file is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from foreign_configs import CONFIGS, write_configs
+from typer.testing import CliRunner
+
+from alto.cli import app
+from alto.errors import SpecError
+from alto.importing import TOOLS, import_file
+
+
+def test_marks_of_the_tools_are_their_own() -> None:
+    names = list(TOOLS)
+    for index, name in enumerate(names):
+        for other in names[index + 1 :]:
+            assert not TOOLS[name].marks & TOOLS[other].marks, (name, other)
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_a_configuration_has_marks_of_one_tool_alone(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(write_configs(tmp_path / "work"))
+    assert import_file(Path(name)).tool.title == CONFIGS[name][0]
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "reason"),
+    [
+        (
+            "learning_rate: 1e-4\n",
+            (),
+            "found none of their keys. Name the tool with --from llamafactory or axolotl or trl",
+        ),
+        ("stage: sft\nbase_model: x\n", (), "found as many keys of llamafactory as of axolotl"),
+        ("stage: sft\n", ("--from", "unsloth"), "--from: expected one of llamafactory, axolotl, trl, found 'unsloth'"),
+        ("", (), "should describe a configuration, found an empty file"),
+        ("a: [\n", (), "should be valid YAML"),
+        ("1: 2\n", (), "should have text for keys"),
+        ("- a\n", (), "should map keys to values, found a list"),
+    ],
+)
+def test_files_of_no_tool(text: str, arguments: tuple[str, ...], reason: str, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(text, encoding="utf-8")
+    done = CliRunner().invoke(app, ["import", str(tmp_path / "c.yaml"), *arguments])
+    assert isinstance(done.exception, SpecError)
+    assert reason in str(done.exception)
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", '{"a": NaN}'])
+def test_json_that_is_no_object(text: str, tmp_path: Path) -> None:
+    (tmp_path / "c.json").write_text(text, encoding="utf-8")
+    with pytest.raises(SpecError, match=r"c\.json: expected a JSON object"):
+        import_file(tmp_path / "c.json")
+
+
+def test_no_such_file(tmp_path: Path) -> None:
+    for name in ("c.json", "c.yaml"):
+        with pytest.raises(SpecError, match=name):
+            import_file(tmp_path / name)
+
+
+def test_the_tool_may_be_named(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("model_name_or_path: m\ndataset_name: a/b\n", encoding="utf-8")
+    assert import_file(tmp_path / "c.yaml", "trl").values["dataset"] == "a/b"
+    assert import_file(tmp_path / "c.yaml", "llamafactory").tool.title == "LLaMA-Factory"

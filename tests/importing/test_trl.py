@@ -1,0 +1,197 @@
+"""Configurations of TRL and transformers, as YAML and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from foreign_configs import write_configs
+
+from alto.errors import AltoError, SpecError, UnsupportedError
+from alto.importing import ImportedFile, ImportedTask, NoteKind, import_file, imported_task
+
+BASE: dict[str, Any] = {
+    "model_name_or_path": "alto-tiny",
+    "dataset_name": "a/b",
+    "use_peft": True,
+    "lora_target_modules": "all-linear",
+    "assistant_only_loss": True,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(write_configs(tmp_path / "work"))
+    return tmp_path / "work"
+
+
+def imported(folder: Path, *overrides: str, **keys: Any) -> ImportedFile:
+    (folder / "config.json").write_text(json.dumps(BASE | keys), encoding="utf-8")
+    return import_file(folder / "config.json", "trl", overrides)
+
+
+def line(found: ImportedFile, key: str) -> str:
+    (text,) = [str(note) for note in found.notes if note.key == key]
+    return text
+
+
+def task(folder: Path, *overrides: str, **keys: Any) -> ImportedTask:
+    return imported_task([imported(folder, *overrides, **keys)], overrides)
+
+
+@pytest.mark.parametrize(
+    ("keys", "method", "rate"),
+    [
+        ({}, "sft", 2e-5),
+        ({"loss_type": "nll"}, "sft", 2e-5),
+        ({"assistant_only_loss": None, "beta": 0.2}, "dpo", 1e-6),
+        ({"assistant_only_loss": None, "loss_type": ["ipo"]}, "dpo", 1e-6),
+        ({"assistant_only_loss": None, "loss_type": "kto", "beta": 0.2}, "kto", 1e-6),
+        ({"assistant_only_loss": None, "desirable_weight": 0.5}, "kto", 1e-6),
+        ({"assistant_only_loss": None, "loss_type": "simpo", "simpo_gamma": 0.4}, "cpo", 1e-6),
+    ],
+)
+def test_the_command_and_its_defaults(folder: Path, keys: dict[str, Any], method: str, rate: float) -> None:
+    found = imported(folder, **keys)
+    expected = {"method": method, "learning_rate": rate, "max_length": 1024, "per_device_train_batch_size": 8}
+    assert expected.items() <= found.values.items()
+    config = imported_task([found]).task.jobs[0].config
+    assert (config.r, config.lora_alpha, config.lora_dropout) == (16, 32, 0.05 if method == "sft" else 0.0)
+
+
+def test_the_command_may_be_named(folder: Path) -> None:
+    keys = {"assistant_only_loss": None}
+    found = imported(folder, **keys)
+    assert "--set method=dpo" in line(found, "(TRL's command)")
+    named = task(folder, "method=dpo", **keys)
+    assert (named.task.method, named.values["learning_rate"]) == ("dpo", 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"max_length": None}, {"max_length": 2**20}),
+        ({"completion_only_loss": False}, {"train_on": "all"}),
+        ({"dataset_text_field": "body"}, {"columns": {"text": "body"}}),
+        (
+            {"dataset_config": "en", "dataset_train_split": "train_sft"},
+            {"dataset_config": "en", "dataset_train_split": "train_sft"},
+        ),
+        ({"dtype": "float16"}, {"dtype": "float16"}),
+        ({"bf16": True}, {"dtype": "bfloat16"}),
+        ({"load_in_4bit": True}, {"load_in_4bit": True}),
+        ({"lora_target_modules": ["all-linear"]}, {"target_modules": "all-linear"}),
+        ({"use_dora": True}, {"use_dora": True}),
+        ({"gradient_checkpointing": True}, {"gradient_checkpointing": True}),
+        ({"lr_scheduler_type": "constant", "warmup_steps": 5}, {"lr_scheduler_type": "constant"}),
+        ({"chat_template_path": "template.jinja"}, {"chat_template": "TEMPLATE"}),
+    ],
+)
+def test_keys_that_become_another_one(folder: Path, keys: dict[str, Any], expected: dict[str, Any]) -> None:
+    (folder / "template.jinja").write_text("{{ messages }}", encoding="utf-8")
+    if expected.get("chat_template"):
+        expected = {"chat_template": str(folder / "template.jinja")}
+    found = imported(folder, **keys)
+    assert expected.items() <= found.values.items()
+    imported_task([found])
+
+
+def test_datasets_are_a_mixture(folder: Path) -> None:
+    entries = [
+        {"path": "a/b", "name": "en", "split": "train_sft", "fraction": 0.7},
+        {"path": "json", "data_files": "data/chat_messages.jsonl", "fraction": 0.3},
+    ]
+    sources = task(folder, datasets=entries, test_split_size=0.2).task
+    assert [(source.path, source.weight, source.dataset_train_split) for source in sources.sources] == [
+        ("a/b", 0.7, "train_sft"),
+        (str(folder / "data" / "chat_messages.jsonl"), 0.3, None),
+    ]
+    assert sources.validation_split == 0.2
+
+
+@pytest.mark.parametrize(
+    ("keys", "error", "reason"),
+    [
+        ({"use_peft": False}, UnsupportedError, "TRL would train all weights"),
+        ({"datasets": [{"path": "a/b", "data_dir": "x"}]}, UnsupportedError, r"datasets\[0\]: expected a hub dataset"),
+        ({"datasets": ["a/b"]}, SpecError, r"datasets\[0\]: expected a mapping"),
+        (
+            {"dataset_name": "data"},
+            UnsupportedError,
+            "dataset_name: expected a file or a hub dataset, found the folder",
+        ),
+        ({"dataset_name": None}, SpecError, "expected a dataset, found none. Give it with --set dataset=NAME"),
+        ({"model_name_or_path": None}, SpecError, "expected a model, found none"),
+        ({"lr_scheduler_kwargs": "{"}, SpecError, "lr_scheduler_kwargs: expected a mapping, or its JSON text"),
+        ({"optim": "lion_8bit"}, UnsupportedError, "optim: expected one of"),
+        ({"loss_type": ["aot"], "assistant_only_loss": None, "beta": 0.1}, SpecError, "'aot', which sorts"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(
+    folder: Path, keys: dict[str, Any], error: type[AltoError], reason: str
+) -> None:
+    with pytest.raises(error, match=reason):
+        task(folder, **keys)
+
+
+@pytest.mark.parametrize(
+    ("keys", "key", "kind"),
+    [
+        ({"assistant_only_loss": False}, "assistant_only_loss", NoteKind.USED),
+        ({"lora_target_modules": None}, "lora_target_modules", NoteKind.USED),
+        ({"packing": True}, "packing", NoteKind.NOT_NEEDED),
+        ({"loss_type": "dft"}, "loss_type", NoteKind.NOT_SUPPORTED),
+        ({"model_init_kwargs": {"dtype": "x"}}, "model_init_kwargs", NoteKind.NOT_SUPPORTED),
+        ({"no_remove_unused_columns": True}, "no_remove_unused_columns", NoteKind.NOT_NEEDED),
+        ({"report_to": ["comet_ml"]}, "report_to", NoteKind.NOT_SUPPORTED),
+        ({"chat_template_path": "Qwen/Qwen3-0.6B"}, "chat_template_path", NoteKind.NOT_SUPPORTED),
+        ({"beta": 0.3}, "beta", NoteKind.NOT_NEEDED),
+        ({"data_seed": 7}, "data_seed", NoteKind.NOT_NEEDED),
+        ({"eval_steps": 50}, "eval_steps", NoteKind.NOT_NEEDED),
+        ({"lr_scheduler_type": "constant", "warmup_ratio": 0.1}, "warmup_ratio", NoteKind.NOT_NEEDED),
+    ],
+)
+def test_what_is_not_taken_over_is_reported(folder: Path, keys: dict[str, Any], key: str, kind: NoteKind) -> None:
+    (found,) = [note for note in imported(folder, **keys).notes if note.key == key]
+    assert found.kind is kind
+
+
+EVERYWHERE = {"lora_target_modules", "output_dir", "save_steps", "use_cpu"}
+
+
+@pytest.mark.parametrize(
+    ("name", "reported"),
+    [
+        ("TrainingArguments", {*EVERYWHERE, "(TRL's command)", "assistant_only_loss"}),
+        ("SFTConfig", {*EVERYWHERE, "assistant_only_loss", "bf16"}),
+        ("DPOConfig", {*EVERYWHERE, "bf16"}),
+        ("KTOConfig", {*EVERYWHERE, "bf16", "train_sampling_strategy"}),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
+def test_trainers_written_as_json(folder: Path, name: str, reported: set[str]) -> None:
+    """Every field is written, most of them at their defaults: those are not reported."""
+    trl = pytest.importorskip("trl", reason="needs the extra 'bench'")
+    import transformers
+
+    kind = getattr(trl, name, None) or getattr(transformers, name)
+    arguments = kind(output_dir=str(folder / "out"), learning_rate=3e-5, report_to="none", save_steps=20, use_cpu=True)
+    (folder / "args.json").write_text(arguments.to_json_string(), encoding="utf-8")
+    found = import_file(folder / "args.json")
+    assert found.tool.title == "TRL"
+    assert {note.key for note in found.notes} == reported
+    whole = imported_task([found], ["model=alto-tiny", "dataset=a/b"]).task
+    assert whole.method == {"DPOConfig": "dpo", "KTOConfig": "kto"}.get(name, "sft")
+    assert whole.jobs[0].config.learning_rate == 3e-5
+    assert {field.name for field in dataclasses.fields(kind)} <= json.loads(arguments.to_json_string()).keys()
+
+
+@pytest.mark.parametrize(
+    ("keys", "dropout"), [({}, 0.0), ({"disable_dropout": False}, 0.1), ({"disable_dropout": True}, 0.0)]
+)
+def test_dropout_of_preferences_is_that_of_trl(folder: Path, keys: dict[str, Any], dropout: float) -> None:
+    made = task(folder, beta=0.1, assistant_only_loss=None, lora_dropout=0.1, **keys)
+    assert made.task.jobs[0].config.lora_dropout == dropout
