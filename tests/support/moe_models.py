@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,8 +11,12 @@ from architectures import SIZES
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
     PreTrainedModel,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
@@ -59,3 +65,25 @@ def build_mixture(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     torch.manual_seed(seed)
     model: PreTrainedModel = model_class(config_class(**(SIZES | extras | changes))).eval()
     return model
+
+
+def build_gpt_oss(**changes: Any) -> PreTrainedModel:
+    """Interleaved gate and up, transposed weights, biases; its rows are padded."""
+    torch.manual_seed(0)
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 5}
+    model: PreTrainedModel = GptOssForCausalLM(GptOssConfig(**(SIZES | sizes | changes), rope_parameters=rope)).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def build_olmoe(**changes: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return OlmoeForCausalLM(OlmoeConfig(**(SIZES | {"num_experts": 4, "num_experts_per_tok": 2} | changes))).eval()
+
+
+MODELS: dict[str, Callable[..., PreTrainedModel]] = {name: partial(build_mixture, name) for name in MIXTURES}
+MODELS |= {"gpt-oss": build_gpt_oss, "olmoe": build_olmoe}
+"""All mixtures here, by name."""

@@ -172,7 +172,9 @@ class Engine:
         limits = limits_of(load_config(task.base_model))
         shown = preview_rows(rows, tokenizer, task, num_rows=num_rows, limits=limits)
         skeleton = build_skeleton(task.base_model)
-        return replace(shown, notes=(*shown.notes, *model_notes(skeleton, [job.config for job in task.jobs])))
+        return replace(
+            shown, notes=(*shown.notes, *model_notes(skeleton, [job.config for job in task.jobs], task.method))
+        )
 
     def evaluate(
         self,
