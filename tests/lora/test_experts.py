@@ -10,7 +10,7 @@ import pytest
 import torch
 from architectures import SIZES
 from kernel_backends import BACKENDS
-from moe_models import MODELS, build_mixture
+from moe_models import MODELS, build_mixture, config_of
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor
@@ -27,7 +27,6 @@ from alto.lora import (
     AdapterShape,
     BankLayout,
     ModuleNames,
-    adaptable,
     eject,
     find_targets,
     inject,
@@ -48,14 +47,6 @@ def draw() -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(3)
     ids, targets = (torch.randint(2, SIZES["vocab_size"], (sum(LENGTHS),), generator=generator) for _ in range(2))
     return ids, torch.cat([torch.arange(length) for length in LENGTHS]), targets
-
-
-def config_of(model: PreTrainedModel, rank: int, scale: float) -> JobConfig:
-    targets = adaptable(model)
-    attention = [target.name for target in targets if target.name.endswith("q_proj")]
-    experts = [target.name for target in targets if target.num_experts]
-    experts += [f"{target.name}.weight" for target in targets if target.is_router]
-    return JobConfig(r=rank, lora_alpha=scale * rank, target_modules=attention, target_parameters=experts)
 
 
 def occupied(model: PreTrainedModel) -> AdapterBank:

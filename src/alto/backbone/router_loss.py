@@ -50,8 +50,8 @@ def router_coefficient(model: PreTrainedModel, given: float | None, method: str)
     has_loss = _has_loss(model)
     if given and not has_loss:
         raise UnsupportedModelError(
-            f"{_KEY}: expected a mixture of experts for which transformers computes the loss that balances the load of "
-            f"experts, found {type(model).__name__}; remove the key"
+            "router_aux_loss_coef: expected a mixture of experts for which transformers computes the loss that "
+            f"balances the load of experts, found {type(model).__name__}; remove the key"
         )
     if given is not None or not has_loss or find_method(method).entry.problem_types:
         return given or 0.0

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from alto.cli import evaluate, job, plan, preview, queue, report, resume, run, show, simulate, tune
+from alto.cli import evaluate, export, job, plan, preview, queue, report, resume, run, show, simulate, tune
 from alto.cli.output import print_error
 from alto.errors import AltoError
 
@@ -35,6 +35,7 @@ app.command("list")(queue.list_tasks)
 app.command()(report.report)
 app.command()(preview.preview)
 app.command("eval")(evaluate.evaluate)
+app.command()(export.export)
 
 
 def _show_version(wanted: bool) -> None:
