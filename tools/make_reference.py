@@ -199,12 +199,24 @@ with patterns with PEFT, or merge them.
 
 A step is one optimizer step on `per_device_train_batch_size` × `gradient_accumulation_steps` rows. Its loss is the mean
 over all its trained tokens, as in transformers' `Trainer` with `num_items_in_batch`. How many rows are computed at a
-time is chosen by the memory and changes nothing, so only the product of the two keys matters. With methods on pairs,
-TRL averages over micro-batches instead, and `gradient_accumulation_steps` above 1 is refused.
+time is chosen by the memory and changes nothing, so only the product of the two keys matters (but for the loss of
+routers, below). With methods on pairs, TRL averages over micro-batches instead, and `gradient_accumulation_steps` above
+1 is refused.
 
 `neftune_noise_alpha` adds noise from the uniform distribution over ± alpha / √(length × hidden size) to the token
 embeddings in training, with draws of the job's own; 5 is usual, 0 or null is none. The length is that of a row itself:
 transformers takes that of the padded batch, so that its noise depends on the rows beside it. It is refused for pairs.
+
+`router_aux_loss_coef` is the weight of the loss that balances the load of experts in a mixture (transformers'
+`load_balancing_loss_func`): it reaches adapters through the hidden states, and those on routers (`target_parameters`).
+By default it is what TRL 1.16 does: with `sft`, `dpo` and `kto` the value in the configuration of the base model, where
+that can return the logits of its routers; with `orpo` and `cpo` only where `output_router_logits` is true there; with
+`classification` and `regression` none. A note says so before training. 0 leaves it out. The loss of a job is over its
+own tokens, padding never counts, the prompt of a pair counts twice as in TRL, and each micro-step of
+`per_device_train_batch_size` rows has a loss of its own, of which a step takes the mean. Where the rows of a micro-step
+do not fit into one forward pass, or are on several GPUs, how often each expert is chosen is counted in a forward pass
+before. Training losses in journals, and all validation losses, are without it (TRL adds it to both). A base model whose
+own loss is another is refused.
 
 Learning rates are those of transformers' `get_scheduler` at every step. `lr_scheduler_kwargs` of each schedule:
 

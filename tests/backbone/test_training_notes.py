@@ -1,19 +1,12 @@
-"""Dropout, jitter and balancing losses of a base that jobs train without are named, each with its number."""
+"""Dropout and jitter of a base that jobs train without are named, each with its number."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("trl", reason="the oracle needs the extra 'bench'")
-
 import torch
 from architectures import SIZES
-from datasets import Dataset
-from moe_models import build_mixture
-from tiny import load_tokenizer
 from transformers import (
     AutoModelForCausalLM,
     GPTBigCodeConfig,
@@ -23,7 +16,6 @@ from transformers import (
     PreTrainedConfig,
     SeedOssConfig,
 )
-from trl import SFTConfig, SFTTrainer
 
 from alto.backbone import config_notes
 
@@ -68,24 +60,3 @@ def test_what_makes_training_mode_random_is_named(name: str) -> None:
 
 def test_a_model_without_any_needs_no_note() -> None:
     assert config_notes(LlamaConfig(**SIZES)) == ()
-
-
-@pytest.mark.parametrize("asks", [False, True])
-@pytest.mark.parametrize("weight", [0.0, 0.001])
-def test_the_balancing_loss_is_named_where_trl_adds_it(weight: float, asks: bool, tmp_path: Path) -> None:
-    tokenizer = load_tokenizer()
-    changes = {"vocab_size": len(tokenizer), "router_aux_loss_coef": weight, "output_router_logits": asks}
-    model = build_mixture("mixtral", **changes)
-    notes = config_notes(model.config)
-    trainer = SFTTrainer(
-        model=model,
-        args=SFTConfig(
-            output_dir=str(tmp_path), report_to="none", use_cpu=True, bf16=False, activation_checkpointing=False
-        ),
-        train_dataset=Dataset.from_list([{"prompt": "1 plus 1?", "completion": " 2"}]),
-        processing_class=tokenizer,
-    )
-    assert bool(notes) == trainer.aux_loss_enabled == (weight > 0)
-    if notes:
-        assert notes[0].startswith("router_aux_loss_coef 0.001 of the base model: the loss that balances")
-        assert ("as its configuration asks" in notes[0]) == asks

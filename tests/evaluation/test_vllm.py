@@ -12,13 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from moe_models import MODELS, random_adapter
+from safetensors.torch import load_file
 
 from alto.backbone import resolve_model
 from alto.data import HeldoutRows, Message
 from alto.errors import DataError, UnsupportedError
 from alto.evaluation import EvaluationSettings, measure
 from alto.evaluation.vllm import complete_with_vllm
-from alto.lora import AdapterWeights, SavedAdapter
+from alto.lora import AdapterWeights, SavedAdapter, read_saved_adapter
 from alto.spec import BaseModelSpec
 
 BASE = BaseModelSpec(id="alto-tiny", dtype="float32")
@@ -189,3 +191,28 @@ def test_without_vllm_the_way_to_install_it_is_said(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(UnsupportedError, match=r"pip install 'alto-lora\[vllm\]'"):
         complete([adapter("a")], [[5]])
+
+
+@pytest.mark.usefixtures("vllm")
+@pytest.mark.parametrize("name", ["qwen3-moe-dense", "gpt-oss"])
+def test_experts_are_written_as_vllm_reads_them_on_this_base(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By themselves where the checkpoint of the base has them so, and as PEFT's file where it has them stacked."""
+    model = MODELS[name]()
+    model.save_pretrained(tmp_path / "base")
+    folder = random_adapter(model, tmp_path / "adapter")
+    seen: list[tuple[str, list[str]]] = []
+
+    def reply(ids: Sequence[int], request: LoRARequest) -> list[int]:
+        keys = load_file(Path(request.lora_path) / "adapter_model.safetensors").keys()
+        seen.append((request.lora_path, sorted(key for key in keys if ".experts." in key)))
+        return list(ids)
+
+    monkeypatch.setattr(LLM, "reply", staticmethod(reply))
+    base = BaseModelSpec(id=str(tmp_path / "base"), dtype="float32")
+    complete_with_vllm(base, [read_saved_adapter(folder)], [[5, 6]], ends=[END], max_new_tokens=8)
+    ((path, keys),) = seen
+    assert (path == str(folder)) == (name == "gpt-oss")
+    assert any(".experts.3.down_proj.lora_B" in key for key in keys) == (name != "gpt-oss")
+    assert path == str(folder) or not Path(path).exists()

@@ -30,11 +30,12 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> alto.Task:
 
 
 def expected(task: alto.Task) -> tuple[str, ...]:
-    notes = model_notes(build_skeleton(BaseModelSpec(id=task.model)), [job.config for job in task.jobs])
+    notes = model_notes(build_skeleton(BaseModelSpec(id=task.model)), [job.config for job in task.jobs], task.method)
     experts, dropout, balance = notes
     assert experts.startswith("The experts of the base model are not trained: 6,144 weights")
     assert dropout.startswith("attention_dropout 0.1 of the base model: not applied")
-    assert balance.startswith("router_aux_loss_coef 0.001 of the base model")
+    assert balance.startswith("router_aux_loss_coef 0.001 of the base model: the loss that balances")
+    assert "is added to a job's loss in training" in balance
     return notes
 
 
@@ -60,7 +61,8 @@ def test_a_skeleton_has_the_models_modules_and_no_memory(task: alto.Task) -> Non
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     assert {name: parameter.shape for name, parameter in skeleton.named_parameters()} == shapes
     assert all(parameter.is_meta for parameter in skeleton.parameters())
-    assert model_notes(skeleton, [JobConfig()])[0] == model_notes(model, [JobConfig()])[0]
+    of_skeleton, of_model = (model_notes(one, [JobConfig()], "sft") for one in (skeleton, model))
+    assert (of_skeleton[0], of_skeleton[-1]) == (of_model[0], of_model[-1])
 
 
 def test_a_configuration_without_a_causal_model_is_refused(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from rank_jobs import (
     a_job_that_goes_nan_changes_no_other_by_one_bit,
     lose_the_lock,
     steps_are_those_of_peft_alone,
+    steps_of_a_mixture_are_those_of_one_process,
     steps_on_labelled_replies_are_those_of_one_process,
     steps_on_pairs_are_those_of_one_process,
     train,
@@ -55,6 +56,7 @@ def whole(task: Task, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDir,
         ("nan", a_job_that_goes_nan_changes_no_other_by_one_bit, ()),
         ("pairs", steps_on_pairs_are_those_of_one_process, (str(folder / "cache"),)),
         ("labelled", steps_on_labelled_replies_are_those_of_one_process, (str(folder / "cache-of-labelled"),)),
+        ("mixture", steps_of_a_mixture_are_those_of_one_process, ()),
         ("train", train, (str(run_dir.root),)),
     ]
     return run_dir, failures_on_ranks(2, checks, folder)

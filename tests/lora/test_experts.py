@@ -10,12 +10,12 @@ import pytest
 import torch
 from architectures import SIZES
 from kernel_backends import BACKENDS
-from moe_models import MIXTURES, build_mixture
+from moe_models import MODELS, build_mixture, config_of
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import GptOssConfig, GptOssForCausalLM, OlmoeConfig, OlmoeForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 import alto.lora.injection as injection
 from alto.backbone import Backbone
@@ -27,7 +27,6 @@ from alto.lora import (
     AdapterShape,
     BankLayout,
     ModuleNames,
-    adaptable,
     eject,
     find_targets,
     inject,
@@ -44,39 +43,10 @@ SLOTS = {2: (3, 2.0, slice(0, 20)), 0: (4, 1.0, slice(20, 41))}
 """Rank, scale and tokens of two jobs: the first has two sequences."""
 
 
-def gpt_oss() -> PreTrainedModel:
-    """Interleaved gate and up, transposed weights, biases; its rows are padded."""
-    torch.manual_seed(0)
-    rope = {"rope_type": "default", "rope_theta": 10000.0}
-    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 5}
-    model: PreTrainedModel = GptOssForCausalLM(GptOssConfig(**(SIZES | sizes), rope_parameters=rope)).eval()
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
-            torch.nn.init.normal_(parameter, std=0.2)
-    return model
-
-
-def olmoe() -> PreTrainedModel:
-    torch.manual_seed(0)
-    return OlmoeForCausalLM(OlmoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2)).eval()
-
-
-MODELS: dict[str, Any] = {name: (lambda name=name: build_mixture(name)) for name in MIXTURES}
-MODELS |= {"gpt-oss": gpt_oss, "olmoe": olmoe}
-
-
 def draw() -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(3)
     ids, targets = (torch.randint(2, SIZES["vocab_size"], (sum(LENGTHS),), generator=generator) for _ in range(2))
     return ids, torch.cat([torch.arange(length) for length in LENGTHS]), targets
-
-
-def config_of(model: PreTrainedModel, rank: int, scale: float) -> JobConfig:
-    targets = adaptable(model)
-    attention = [target.name for target in targets if target.name.endswith("q_proj")]
-    experts = [target.name for target in targets if target.num_experts]
-    experts += [f"{target.name}.weight" for target in targets if target.is_router]
-    return JobConfig(r=rank, lora_alpha=scale * rank, target_modules=attention, target_parameters=experts)
 
 
 def occupied(model: PreTrainedModel) -> AdapterBank:

@@ -40,6 +40,7 @@ def test_defaults():
         "rank_pattern": {},
         "alpha_pattern": {},
         "neftune_noise_alpha": None,
+        "router_aux_loss_coef": None,
         "loraplus_lr_ratio": 1.0,
         "num_train_epochs": 3,
         "max_steps": None,
@@ -136,13 +137,14 @@ OUTSIDE = {
     "weight_decay": [-0.1],
     "max_grad_norm": [-1.0],
     "neftune_noise_alpha": [-0.1],
+    "router_aux_loss_coef": [-0.1],
     "adam_beta1": [-0.1, 1.0],
     "adam_beta2": [-0.1, 1.0],
     "adam_epsilon": [0.0],
     "seed": [-1, 2**32],
 }
 NUMBERS = [field for field in OUTSIDE if field != "lr_scheduler_type"]
-NULLABLE = ("max_steps", "max_grad_norm", "neftune_noise_alpha")
+NULLABLE = ("max_steps", "max_grad_norm", "neftune_noise_alpha", "router_aux_loss_coef")
 
 
 def test_every_field_is_covered_by_a_table():
@@ -507,3 +509,16 @@ def test_mappings_are_kept_in_order_and_can_be_hashed_and_written():
     assert list(config.to_dict()["rank_pattern"].items()) == [("q_proj", 4), ("a", 2)]
     assert config.to_dict()["alpha_pattern"] == {"v_proj": 3.0}
     assert config.replace(r=4).rank_pattern == config.rank_pattern
+
+
+def test_the_loss_of_routers_is_none_of_a_classification_head() -> None:
+    """0 is off, and null is up to the base model."""
+    for name in ("sft", "dpo", "kto", "cpo", "orpo"):
+        values = [JobConfig.of(find_method(name), {"moe_aux_loss_coef": value}) for value in (0, 0.01, None)]
+        assert [config.router_aux_loss_coef for config in values] == [0.0, 0.01, None]
+    for name in ("classification", "regression"):
+        assert JobConfig.of(find_method(name), {"router_aux_loss_coef": 0}).router_aux_loss_coef == 0.0
+        with pytest.raises(UnsupportedError, match=f"router_aux_loss_coef: expected none with method '{name}'"):
+            JobConfig.of(find_method(name), {"router_aux_loss_coef": 0.01})
+    with pytest.raises(UnsupportedError, match="Write 'router_aux_loss_coef'"):
+        JobConfig.of(find_method("sft"), {"output_router_logits": True})

@@ -11,9 +11,20 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from moe_models import build_mixture
 from oracle import SoloJob, StepFacts, flat
 from oracle_kto import LABELLED
-from resident_jobs import DATA, PAIRS, STABLE, Bank, assert_same_step, make_model, make_task, make_trainer
+from resident_jobs import (
+    DATA,
+    PAIRS,
+    STABLE,
+    VOCABULARY,
+    Bank,
+    assert_same_step,
+    make_model,
+    make_task,
+    make_trainer,
+)
 from transformers import PreTrainedModel
 
 from alto.backbone import Backbone
@@ -52,6 +63,12 @@ LABELS: list[dict[str, object]] = [
     {"loss_type": "apo_zero_unpaired", "beta": 1.0, "lr": 2e-4, "r": 8, "batch_size": 3, "seed": 3},
 ]
 
+BALANCED: list[dict[str, object]] = [
+    {"target_modules": ["q_proj"], "lr": 5e-4, "r": 4, "batch_size": 8, "router_aux_loss_coef": 2.0, "seed": 1},
+    {"target_modules": ["q_proj"], "lr": 2e-4, "r": 8, "batch_size": 5, "router_aux_loss_coef": 0.5, "seed": 2},
+    {"target_modules": ["q_proj"], "lr": 5e-4, "r": 2, "batch_size": 1, "router_aux_loss_coef": 0.0, "seed": 3},
+]
+
 
 def joined() -> Ranks:
     torch.set_num_threads(1)
@@ -59,7 +76,10 @@ def joined() -> Ranks:
 
 
 def sharded(name: str, ranks: Ranks) -> PreTrainedModel:
-    model = make_model(name)
+    return in_shards(make_model(name), ranks)
+
+
+def in_shards(model: PreTrainedModel, ranks: Ranks) -> PreTrainedModel:
     mesh = ranks.mesh(CPU)
     if mesh is not None:
         shard(model, mesh)
@@ -169,6 +189,25 @@ def _steps_are_those_of_one_process(folder: str, method: str, jobs: list[dict[st
             assert math.isclose(worth.loss, expected_worth.loss, rel_tol=1e-4)
             for name, value in expected_worth.metrics.items():
                 assert math.isclose(worth.metrics[name], value, rel_tol=1e-2, abs_tol=1e-4), name
+
+
+def steps_of_a_mixture_are_those_of_one_process() -> None:
+    """With the load-balancing loss of routers: once job by job, once with jobs that are spread over all ranks."""
+    ranks = joined()
+    for is_data_parallel, configs in ((False, BALANCED), (True, BALANCED[:2])):
+        task = make_task(configs, max_tokens_per_pass=100)
+        alone = Bank(build_mixture("mixtral", vocab_size=VOCABULARY), task)
+        model = in_shards(build_mixture("mixtral", vocab_size=VOCABULARY), ranks)
+        slots = Slots(model, task, ranks, is_data_parallel=is_data_parallel)
+        for _ in range(2):
+            for job, local_slot in slots.here(slots.jobs):
+                mine = next(other for other in alone.jobs if other.id == job.id)
+                slots.trainer.bank.write(local_slot, alone.trainer.bank.read(mine.slot))
+                slots.trainer.optimizer.write(local_slot, job.config.optim, alone.trainer.optimizer.read(mine.slot))
+            found, expected = slots.step(), alone.step()
+            assert found
+            for job, facts in found.items():
+                assert_same_step(facts, expected[job])
 
 
 def a_job_that_goes_nan_changes_no_other_by_one_bit() -> None:

@@ -15,6 +15,13 @@ from alto.backbone.load import (
     resolve_model,
 )
 from alto.backbone.memory import device_name, is_out_of_memory, release_memory
+from alto.backbone.router_loss import (
+    check_router_loss,
+    recorded_routers,
+    router_coefficient,
+    router_notes,
+    router_sums,
+)
 from alto.backbone.skeleton import build_skeleton
 from alto.backbone.training_notes import config_notes
 
@@ -26,6 +33,7 @@ __all__ = [
     "build_skeleton",
     "changed_embeddings",
     "check_classifier",
+    "check_router_loss",
     "classifier_of",
     "config_notes",
     "device_name",
@@ -36,7 +44,11 @@ __all__ = [
     "load_network",
     "load_tokenizer",
     "loading_class",
+    "recorded_routers",
     "release_memory",
     "resolve_model",
+    "router_coefficient",
+    "router_notes",
+    "router_sums",
     "tokenizer_fingerprint",
 ]

@@ -39,7 +39,10 @@ __all__ = [
 
 NAME = "alto_varlen"
 
-_SUPPORTED_EXTRAS = {"position_ids", "cache_position", "use_cache", "is_causal", "output_attentions", "layer_idx"}
+_SUPPORTED_EXTRAS = {
+    *("position_ids", "cache_position", "use_cache", "is_causal", "output_attentions", "layer_idx"),
+    "output_router_logits",  # of other layers
+}
 
 _PATTERN = "alto_attention_pattern"
 _SEQUENCES: ContextVar[Sequences] = ContextVar("sequences of the pass")

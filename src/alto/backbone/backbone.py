@@ -212,6 +212,13 @@ class Backbone:
                 f"found {num_tokens}; lower max_length"
             )
 
+    @torch.no_grad()
+    def own_router_loss(self, input_ids_1L: Tensor) -> Any:
+        """The load-balancing loss of the model's own forward pass over one row; None where it returns none."""
+        output, _ = self._head.own_output(input_ids=input_ids_1L, output_router_logits=True)
+        forget_micro_batch(self.model)
+        return getattr(output, "aux_loss", None)
+
     def logits(self, hidden_SH: Tensor) -> Tensor:
         """Logits ``[S, V]`` of hidden states that enter the output head."""
         return self._head.logits(hidden_SH)

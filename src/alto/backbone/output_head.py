@@ -86,9 +86,14 @@ class OutputHead:
         if self._body is not self._model:
             hidden: Tensor = self._body(**inputs, use_cache=False).last_hidden_state
             return hidden
+        return self.own_output(**inputs)[1]
+
+    def own_output(self, **inputs: Any) -> tuple[Any, Tensor]:
+        """What a forward pass of the model returns, with a number per token in place of logits; and what enters the
+        head."""
         with self._caught(runs=False) as caught:
-            self._model(**inputs, use_cache=False)
-        return caught[0]
+            output = self._model(**inputs, use_cache=False)
+        return output, caught[0]
 
     def logits(self, hidden_SH: Tensor) -> Tensor:
         """Logits ``[S, V]``, float32."""

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import output_capturing
 
 from alto.errors import UnsupportedModelError
 
@@ -53,6 +54,8 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     for part in (*layers, embeddings, *(() if is_tied else (head,))):
         fully_shard(part, mesh=mesh, reshard_after_forward=True)
     body: Any = fully_shard(find_body(model), mesh=mesh)
+    # By the class, which is a new one now, transformers knows what a model can return beside its hidden states.
+    output_capturing._CAN_RECORD_REGISTRY[body] = getattr(body, "_can_record_outputs", None)
     body._set_unshard_async_op(True)  # else a layer's bytes would be in memory twice until the next one is gathered
     embeddings.set_unshard_in_backward(False)
     if is_tied:

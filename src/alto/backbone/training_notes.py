@@ -1,7 +1,7 @@
 """Notices about settings of a model's configuration that are not applied when jobs train.
 
-The frozen base computes as in evaluation while jobs train: random masks over a batch of many jobs, and a loss over
-all tokens of a batch, would make a job depend on its neighbours.
+The frozen base computes as in evaluation while jobs train: random masks over a batch of many jobs would make a job
+depend on its neighbours.
 """
 
 from __future__ import annotations
@@ -20,24 +20,15 @@ _ELSEWHERE = re.compile(r"^(classifier|summary|cls|encoder)")
 
 
 def config_notes(config: PreTrainedConfig) -> tuple[str, ...]:
-    """Notices about dropout and jitter of the base, and the load-balancing loss of experts."""
+    """Notices about dropout and jitter of the base."""
     text = config.get_text_config(decoder=True)
-    notes = []
     applied = [f"{name} {value:g}" for name, value in _numbers(text.to_dict()) if value > 0]
-    if applied:
-        notes.append(
-            f"{', '.join(applied)} of the base model: not applied; it computes as in evaluation while jobs train, so "
-            "that none depends on its neighbours (TRL's trainers apply it: they train with model.train())."
-        )
-    # TRL turns it on wherever the configuration has both keys, independent of output_router_logits.
-    weight = getattr(text, "router_aux_loss_coef", None)
-    if weight and hasattr(text, "output_router_logits"):
-        asked = "as its configuration asks" if text.output_router_logits else "regardless of its configuration"
-        notes.append(
-            f"router_aux_loss_coef {weight:g} of the base model: the loss that balances the load of its experts is not "
-            f"added to a job's loss (TRL's trainers add it, {asked}); routers are frozen."
-        )
-    return tuple(notes)
+    if not applied:
+        return ()
+    return (
+        f"{', '.join(applied)} of the base model: not applied; it computes as in evaluation while jobs train, so "
+        "that none depends on its neighbours (TRL's trainers apply it: they train with model.train()).",
+    )
 
 
 def _numbers(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:

@@ -8,7 +8,22 @@ from typing import Annotated
 
 import typer
 
-from alto.cli import compare, evaluate, importing, job, plan, preview, queue, report, resume, run, show, simulate, tune
+from alto.cli import (
+    compare,
+    evaluate,
+    export,
+    importing,
+    job,
+    plan,
+    preview,
+    queue,
+    report,
+    resume,
+    run,
+    show,
+    simulate,
+    tune,
+)
 from alto.cli.output import print_error
 from alto.errors import AltoError
 
@@ -37,6 +52,7 @@ app.command()(compare.compare)
 app.command()(preview.preview)
 app.command("import")(importing.import_tasks)
 app.command("eval")(evaluate.evaluate)
+app.command()(export.export)
 
 
 def _show_version(wanted: bool) -> None:

@@ -20,14 +20,23 @@ from alto.engine.queues import QueueRunner
 from alto.engine.runner import TaskRunner, portable
 from alto.engine.showing import show_result, shown
 from alto.engine.task_queue import TaskQueue
-from alto.errors import RunNotFoundError, SpecError
-from alto.evaluation import EvaluationSettings, OnProgress, add_evaluation, check_metrics, find_target, measure
+from alto.errors import RunExistsError, RunNotFoundError, SpecError
+from alto.evaluation import (
+    EvaluationSettings,
+    OnProgress,
+    adapter_folder,
+    add_evaluation,
+    check_metrics,
+    find_target,
+    measure,
+)
 from alto.executor import ResumeState, check_base, model_notes
 from alto.executor.profiling import USUAL_TOKENS_PER_PASS
 from alto.export import write_report
+from alto.lora import read_saved_adapter, write_per_expert
 from alto.records import DataPreview, EvaluationResult, GenerationBackend, Metric, Schedule, TaskPlan
 from alto.results import TaskResult
-from alto.runs import Observer, RunDir, in_background, load_run_task, read_intact_events
+from alto.runs import Observer, RunDir, in_background, load_run_task, read_intact_events, write_error
 from alto.spec import BaseModelSpec, EarlyExit, Task
 
 __all__ = ["Engine"]
@@ -181,7 +190,9 @@ class Engine:
         limits = limits_of(load_config(task.base_model))
         shown = preview_rows(rows, tokenizer, task, num_rows=num_rows, limits=limits)
         skeleton = build_skeleton(task.base_model)
-        return replace(shown, notes=(*shown.notes, *model_notes(skeleton, [job.config for job in task.jobs])))
+        return replace(
+            shown, notes=(*shown.notes, *model_notes(skeleton, [job.config for job in task.jobs], task.method))
+        )
 
     def evaluate(
         self,
@@ -262,6 +273,39 @@ class Engine:
         for run_dir in target.run_dirs:
             write_report(run_dir)
         return result
+
+    def export_per_expert(
+        self, target: str | Path, folder: str | Path, *, base: str | None = None, trust_remote_code: bool = False
+    ) -> Path:
+        """Write an adapter on stacked experts with the matrices of every expert by themselves, as vLLM reads it on
+        models such as Qwen3-MoE; PEFT and ALTO read the adapter as it was.
+
+        Args:
+            target: A run, whose best adapter is meant, or the folder of an adapter.
+            folder: Made; or empty.
+            base: The base model, where it is not to be found under the name that the adapter gives.
+            trust_remote_code: Allow the Python code that comes with the base model.
+
+        Returns:
+            ``folder``.
+
+        Raises:
+            RunNotFoundError: There is no such adapter.
+            RunExistsError: ``folder`` has files.
+            RunWriteError: ``folder`` cannot be written.
+            UnsupportedError: The adapter has no experts, or vLLM reads it as it is; or it is more than low-rank
+                matrices of one rank and one scale.
+            ModelError: The configuration of the base model cannot be read.
+        """
+        adapter, written = read_saved_adapter(adapter_folder(Path(target))), Path(folder)
+        config = load_config(BaseModelSpec(id=base or adapter.base_model, trust_remote_code=trust_remote_code))
+        if written.exists() and (not written.is_dir() or any(written.iterdir())):
+            raise RunExistsError(f"{written}: expected no such folder, or an empty one, found files; name another")
+        try:
+            write_per_expert(adapter, config.get_text_config().model_type, written)
+        except OSError as error:
+            raise write_error(written, error, "free disk space, or name another folder") from error
+        return written
 
     def schedule(self, tasks: Sequence[Task], method: str = "cp-sat", *, refresh: bool = False) -> Schedule:
         """Which of ``tasks`` runs on which GPUs, and when, so that all are done soonest.

@@ -143,7 +143,7 @@ class TaskRunner:
     def plan(self, task: Task, *, refresh: bool = False) -> TaskPlan:
         """Plan the memory and time of ``task``."""
         context = self._prepare(portable(task)).context
-        about_model = model_notes(context.backbone.model, [job.config for job in context.jobs])
+        about_model = model_notes(context.backbone.model, [job.config for job in context.jobs], task.method)
         return replace(plan(context, refresh=refresh), notes=(*context.data.notes, *about_model))
 
     def _prepare(self, task: Task, resume_state: ResumeState | None = None) -> _Prepared:

@@ -5,7 +5,7 @@ from alto.evaluation.measure import OnProgress, measure
 from alto.evaluation.metrics_file import add_evaluation, check_metrics
 from alto.evaluation.peft_check import PeftCheck
 from alto.evaluation.settings import EvaluationSettings
-from alto.evaluation.target import EvaluationTarget, find_target
+from alto.evaluation.target import EvaluationTarget, adapter_folder, find_target
 
 __all__ = [
     "EvaluationSettings",
@@ -13,6 +13,7 @@ __all__ = [
     "FinalistJudge",
     "OnProgress",
     "PeftCheck",
+    "adapter_folder",
     "add_evaluation",
     "check_metrics",
     "find_target",

@@ -13,7 +13,7 @@ from alto.runs import RunDir, load_run_task
 from alto.spec import BaseModelSpec, Task
 from alto.spec.chat_template import TEMPLATE_NAME
 
-__all__ = ["BASE", "EvaluationTarget", "find_target"]
+__all__ = ["BASE", "EvaluationTarget", "adapter_folder", "find_target"]
 
 BASE = "base"
 """Name of the base model without an adapter in results."""
@@ -74,7 +74,7 @@ def find_target(
     if jobs or all_jobs:
         folders = _best_of_jobs(runs[0], jobs)
     else:
-        folders = {_name(target, targets): _folder(target) for target in targets}
+        folders = {_name(target, targets): adapter_folder(target) for target in targets}
     if dataset is None and (len(targets) > 1 or not runs):
         raise SpecError(
             f"dataset: expected rows to evaluate {', '.join(map(str, targets))} on, found none named, and no single "
@@ -145,7 +145,12 @@ def _name(target: Path, targets: Sequence[Path]) -> str:
     return str(target) if str(target) != BASE else f"./{target}"  # the name of the base model alone
 
 
-def _folder(target: Path) -> Path:
+def adapter_folder(target: Path) -> Path:
+    """The folder of the best adapter of a run, or of the adapter itself.
+
+    Raises:
+        RunNotFoundError: There is none.
+    """
     if (target / "task.yaml").is_file():
         run = RunDir.open(target)
         if not run.best.is_dir():

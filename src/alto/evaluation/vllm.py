@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from alto.backbone import resolve_model
+from alto.backbone import load_config, resolve_model
 from alto.errors import DataError, UnsupportedError
-from alto.lora import SavedAdapter
+from alto.lora import SavedAdapter, is_read_per_expert, write_per_expert
 from alto.spec import BaseModelSpec
 from alto.spec.base_model import QUANTISATION_KEYS
 
@@ -75,16 +77,21 @@ def complete_with_vllm(
         raise UnsupportedError(
             f"backend: expected a base model that vLLM serves with LoRA, found: {error}; leave --backend out"
         ) from error
-    requests = [
-        None if adapter is None else LoRARequest(f"adapter-{number}", number, str(adapter.folder))
-        for number, adapter in enumerate(adapters, start=1)
-    ]
-    asked = [(request, {"prompt_token_ids": list(prompt)}) for request in requests for prompt in prompts]
     sampling = SamplingParams(temperature=0, max_tokens=max_new_tokens, stop_token_ids=sorted(ends))
     try:
-        outputs = engine.generate(
-            [prompt for _, prompt in asked], sampling, lora_request=[request for request, _ in asked]
-        )
+        with TemporaryDirectory() as scratch:
+            requests = [
+                None
+                if adapter is None
+                else LoRARequest(
+                    f"adapter-{number}", number, str(_as_vllm_reads(adapter, base, Path(scratch, str(number))))
+                )
+                for number, adapter in enumerate(adapters, start=1)
+            ]
+            asked = [(request, {"prompt_token_ids": list(prompt)}) for request in requests for prompt in prompts]
+            outputs = engine.generate(
+                [prompt for _, prompt in asked], sampling, lora_request=[request for request, _ in asked]
+            )
     except ValueError as error:
         raise DataError(
             f"exact_match: expected prompts that vLLM takes, found: {error}; leave long rows out, or use a base model "
@@ -92,6 +99,17 @@ def complete_with_vllm(
         ) from error
     texts = [_without_end(output.outputs[0].token_ids, ends) for output in outputs]
     return [texts[start : start + len(prompts)] for start in range(0, len(texts), len(prompts))]
+
+
+def _as_vllm_reads(adapter: SavedAdapter, base: BaseModelSpec, folder: Path) -> Path:
+    """The folder of ``adapter``; or ``folder``, with the matrices of its experts by themselves."""
+    if not adapter.has_experts:
+        return adapter.folder
+    model_type = load_config(base).get_text_config().model_type
+    if not is_read_per_expert(adapter, model_type):
+        return adapter.folder
+    write_per_expert(adapter, model_type, folder)
+    return folder
 
 
 def _check(base: BaseModelSpec, ranks: Sequence[int]) -> None:

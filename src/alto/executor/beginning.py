@@ -72,7 +72,7 @@ def begin_events(state: TaskState, start: RunStart) -> Iterator[Event]:
         notes=(
             *start.resume_state.notes,
             *data.notes,
-            *model_notes(context.backbone.model, configs),
+            *model_notes(context.backbone.model, configs, task.method),
             *_padding_notes(context.backbone),
             *metric_notes(task.metric, task.method, configs),
             *_rung_notes(state),

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Self
 
-from alto.backbone import Backbone, check_classifier
+from alto.backbone import Backbone, check_classifier, check_router_loss
 from alto.data import TaskData
 from alto.early_exit import Policy, policy_from
-from alto.executor.planned_job import PlannedJob, plan_job, plan_jobs
+from alto.executor.planned_job import PlannedJob, plan_job, plan_jobs, trains_router_loss
 from alto.executor.ranks import Ranks
 from alto.objectives import Objective, find_objective
 from alto.runs.events import ReferenceFact
@@ -60,11 +60,14 @@ class TaskContext:
             UnsupportedError: A job's optimizer is not installed or does not support the model's device; or no installed
                 package provides the task's method.
             UnsupportedModelError: A row is too long to be batched with others on this base model; or transformers has
-                no sequence classification for it, or one that computes something else.
+                no sequence classification for it, or one that computes something else; or a job trains with the
+                load-balancing loss of its routers, and it computes another one.
         """
         backbone.check_length(max(split.longest_sequence for split in data.splits))
         if task.label_set is not None:
             check_classifier(backbone, task.label_set)
+        if trains_router_loss(task, backbone.model):
+            check_router_loss(backbone)
         return cls(
             task=task,
             base=task.base_model,
@@ -96,8 +99,11 @@ class TaskContext:
 
         Raises:
             SpecError, DataError: The objective cannot learn from the task's rows with the job's settings.
-            TargetModuleError, UnsupportedError: As :func:`alto.executor.planned_job.plan_job`.
+            TargetModuleError, UnsupportedError, UnsupportedModelError: As :meth:`of`.
         """
         self.objective.check(self.data.train, [job.config])
         train = self.data.train
-        return plan_job(job, self.task, self.backbone.model, len(train), train.sources)
+        planned = plan_job(job, self.task, self.backbone.model, len(train), train.sources)
+        if planned.router_aux_loss_coef:
+            check_router_loss(self.backbone)
+        return planned

@@ -3,16 +3,35 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
+from alto.backbone import Backbone, changed_embeddings
 from alto.data import TokenBatch
 from alto.executor.job_state import JobState
 from alto.kernels import DropoutKey, NoiseKey, TokenNoise, TokenSchedule
-from alto.lora import adapter_scale
+from alto.lora import ForwardContext, adapter_scale
 
-__all__ = ["noise_of", "schedule_of"]
+__all__ = ["schedule_of", "training_pass"]
+
+
+def training_pass(
+    backbone: Backbone, forward_context: ForwardContext, batch: TokenBatch, by_local_slot: Mapping[int, JobState]
+) -> AbstractContextManager[None]:
+    """Inside, a forward pass over ``batch`` is that of a training step: with dropout and noise."""
+    schedule = schedule_of(batch, by_local_slot, training=True)
+    return _drawn(backbone, forward_context, schedule, _noise_of(batch, by_local_slot, backbone.device))
+
+
+@contextmanager
+def _drawn(
+    backbone: Backbone, forward_context: ForwardContext, schedule: TokenSchedule, noise: TokenNoise | None
+) -> Iterator[None]:
+    noisy = nullcontext() if noise is None else changed_embeddings(backbone, noise.add_to)
+    with forward_context.use(schedule), noisy:
+        yield
 
 
 def schedule_of(batch: TokenBatch, by_local_slot: Mapping[int, JobState], *, training: bool) -> TokenSchedule:
@@ -29,7 +48,7 @@ def schedule_of(batch: TokenBatch, by_local_slot: Mapping[int, JobState], *, tra
     )
 
 
-def noise_of(batch: TokenBatch, by_local_slot: Mapping[int, JobState], device: torch.device) -> TokenNoise | None:
+def _noise_of(batch: TokenBatch, by_local_slot: Mapping[int, JobState], device: torch.device) -> TokenNoise | None:
     """The noise on the embeddings of the jobs that train with it."""
     jobs = [by_local_slot[local_slot] for local_slot in batch.slots]
     if not any(job.config.neftune_noise_alpha for job in jobs):

@@ -46,6 +46,7 @@ class MicroBatches:
         run_micro_batch: Callable[[Sequence[JobRows]], None],
         *,
         forget: Callable[[], None],
+        prepare: Callable[[], None] = lambda: None,
         split_jobs: bool = False,
         num_micro_batches: int = 0,
     ) -> None:
@@ -55,6 +56,7 @@ class MicroBatches:
             work: Rows by slot.
             run_micro_batch: Runs one micro-batch; raises :class:`NoMemoryError` where it does not fit.
             forget: Undoes all micro-batches so far.
+            prepare: Called before the first micro-batch, also where it starts again.
             split_jobs: See :func:`alto.data.split_into_micro_batches`.
             num_micro_batches: Smallest number of micro-batches: where ``work`` has fewer, the last ones are empty.
 
@@ -64,6 +66,7 @@ class MicroBatches:
         """
         refused = set()
         while True:
+            prepare()
             failure = self._first_failure(
                 work, run_micro_batch, split_jobs=split_jobs, num_micro_batches=num_micro_batches
             )
@@ -89,6 +92,10 @@ class MicroBatches:
     def count(self, work: Sequence[JobRows], *, split_jobs: bool = False) -> int:
         """Number of micro-batches of ``work``; ``work`` and ``split_jobs`` as in :meth:`run`."""
         return len(self._split(work, split_jobs=split_jobs))
+
+    def fits(self, job: JobRows) -> bool:
+        """Whether the rows of a job are in one micro-batch, if they need not be split."""
+        return self.num_tokens([job]) <= self.max_tokens
 
     def num_tokens(self, jobs: Sequence[JobRows]) -> int:
         """Tokens of ``jobs`` as one micro-batch."""

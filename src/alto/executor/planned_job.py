@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
+from alto.backbone import router_coefficient
 from alto.data import DataOrder, MixtureOrder
 from alto.early_exit import evaluation_steps, policy_from
 from alto.lora import AdapterShape, adapter_shape, check_optimizer
@@ -16,7 +17,7 @@ from alto.spec import Job, JobConfig, Task
 from alto.spec.job_config import SHAPE_FIELDS
 from alto.spec.rungs import rung_step
 
-__all__ = ["PlannedJob", "plan_job", "plan_jobs", "resolve_rungs"]
+__all__ = ["PlannedJob", "plan_job", "plan_jobs", "resolve_rungs", "trains_router_loss"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,7 @@ class PlannedJob:
         total_steps: Number of steps without early exit.
         evaluation_steps: Counts of steps done after which it is evaluated.
         ranking_steps: Those of them after which it is compared with other jobs: at rungs, and at its end.
+        router_aux_loss_coef: Factor of the load-balancing loss of the routers in its loss; 0 where it is not added.
     """
 
     job: Job
@@ -38,6 +40,7 @@ class PlannedJob:
     total_steps: int
     evaluation_steps: frozenset[int]
     ranking_steps: frozenset[int]
+    router_aux_loss_coef: float
 
     @property
     def id(self) -> str:
@@ -63,6 +66,7 @@ def plan_job(
     Raises:
         TargetModuleError: Its targets do not fit the base model.
         UnsupportedError: Its optimizer is not installed or does not support the model's device.
+        UnsupportedModelError: It sets ``router_aux_loss_coef``, and the model has no such loss.
     """
     check_optimizer(job.config.optim, model.device)
     config, total_steps = job.config, job.config.total_steps(num_rows)
@@ -74,6 +78,7 @@ def plan_job(
         total_steps=total_steps,
         evaluation_steps=frozenset(evaluation_steps(total_steps, task.eval_steps, rungs)),
         ranking_steps=frozenset((total_steps, *(rung_step(rung, total_steps) for rung in rungs))),
+        router_aux_loss_coef=router_coefficient(model, config.router_aux_loss_coef, task.method),
     )
 
 
@@ -104,6 +109,17 @@ def _check_suggestions(task: Task, model: PreTrainedModel) -> None:
         known.add(settings)
         check_optimizer(config.optim, model.device)
         adapter_shape(model, config, task.label_set)
+
+
+def trains_router_loss(task: Task, model: PreTrainedModel) -> bool:
+    """Whether a job of ``task``, or one that its search may add, trains with the load-balancing loss of the routers.
+
+    Raises:
+        UnsupportedModelError: As :func:`plan_job`.
+    """
+    configs = (*(job.config for job in task.jobs), *task.extreme_configs())
+    coefficients = [router_coefficient(model, config.router_aux_loss_coef, task.method) for config in configs]
+    return any(coefficients)
 
 
 def _adapter_settings(config: JobConfig) -> tuple[object, ...]:

@@ -6,7 +6,6 @@ many micro-batches as the rank that needs most: a micro-batch gathers the base f
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -15,7 +14,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from alto.backbone import Backbone, changed_embeddings, release_memory
+from alto.backbone import Backbone, release_memory
 from alto.data import (
     EncodedDataset,
     EvaluationSplit,
@@ -28,11 +27,12 @@ from alto.data import (
 )
 from alto.errors import DeviceMemoryError
 from alto.executor.context import TaskContext
-from alto.executor.forward_plan import noise_of, schedule_of
+from alto.executor.forward_plan import schedule_of, training_pass
 from alto.executor.job_state import JobState
 from alto.executor.memory_errors import NoMemoryError, watching
 from alto.executor.micro_batches import MicroBatches
 from alto.executor.ranks import Ranks
+from alto.executor.router_balance import RouterBalance
 from alto.executor.tally import Derivation, Evaluated, Tally
 from alto.kernels import upload
 from alto.lora import AdapterBank, AdapterWeights, BankHeads, ForwardContext, OptimizerState, SlotAdamW, SlotUpdate
@@ -143,8 +143,8 @@ class Trainer:
         return self.read(losses)
 
     def backward(self, jobs: Sequence[JobState]) -> Tensor:
-        """Losses ``[len(jobs)]`` of ``jobs`` on their next batches, as far as this rank has their rows; their gradients
-        are left in the bank, those of a data-parallel job summed over the ranks.
+        """Losses ``[len(jobs)]`` of ``jobs`` on their next batches, as far as this rank has their rows, without those
+        of routers; the gradients of both are left in the bank, those of a data-parallel job summed over the ranks.
 
         Raises:
             RowTooLargeError: One of their rows does not fit into memory by itself; no gradients are left.
@@ -158,6 +158,8 @@ class Trainer:
             (job, job.context.data.train, tuple(job.order.rows_of_step(job.step))) for job in jobs
         ]
         kl = self._divergences(batches)
+        has_balance = any(job.planned.router_aux_loss_coef for job in jobs)
+        balance = RouterBalance(self._backbone, batches) if has_balance else None
         work, num_micro_batches = self._work(batches)
         losses: Tensor | None = None
 
@@ -168,17 +170,30 @@ class Trainer:
                 batch = self._collate(parts)
                 learners = self._learners([here[local_slot] for local_slot in batch.slots])
                 indices_J = upload([index_of[local_slot] for local_slot in batch.slots], torch.int64, losses.device)
-                schedule = schedule_of(batch, here, training=True)
                 batch = batch if kl is None else replace(batch, kl_J=kl.index_select(0, indices_J))
-                noise = noise_of(batch, here, losses.device)
-            noisy = contextlib.nullcontext() if noise is None else changed_embeddings(self._backbone, noise.add_to)
-            with self._forward_context.use(schedule), noisy:
+                training = training_pass(self._backbone, self._forward_context, batch, here)
+            with training:
                 with watching("forward"):
-                    losses_J = job_losses(self._backbone, batch, learners)
+                    if balance is None or not parts:
+                        losses_J = trained_J = job_losses(self._backbone, batch, learners)
+                    else:
+                        losses_J, trained_J = balance.job_losses(batch, learners, parts, index_of)
                 with watching("backward"):
-                    losses_J.sum().backward()
+                    trained_J.sum().backward()
                     if parts:
                         losses.index_add_(0, indices_J, losses_J.detach())
+
+        def forward(parts: Sequence[JobRows]) -> None:
+            batch = self._collate(parts)
+            with training_pass(self._backbone, self._forward_context, batch, here):
+                self._backbone.hidden_states(
+                    batch.input_ids_T, batch.position_ids_T, batch.sequence_lengths, batch.sequence_prefixes
+                )
+
+        def prepare() -> None:
+            if balance is not None and (split := balance.uncounted(self.micro_batches)):
+                share = self._work([batches[index] for index in split], split_jobs=True)
+                balance.count(split, *share, forward, index_of, self.micro_batches, self._ranks)
 
         def forget() -> None:
             nonlocal losses
@@ -186,7 +201,7 @@ class Trainer:
             for local_slot in here:
                 self.bank.grads_ZP[local_slot].zero_()
 
-        self.micro_batches.run(work, train, forget=forget, num_micro_batches=num_micro_batches)
+        self.micro_batches.run(work, train, forget=forget, prepare=prepare, num_micro_batches=num_micro_batches)
         for job in jobs:
             if job.is_data_parallel:
                 local_slot = self.slots.local_slot_of(_slot(job))

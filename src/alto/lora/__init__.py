@@ -21,6 +21,7 @@ from alto.lora.peft_format import (
     write_adapter,
 )
 from alto.lora.peft_targets import ModuleNames
+from alto.lora.per_expert import is_read_per_expert, write_per_expert
 from alto.lora.saved import SavedAdapter, adapter_base_model, is_adapter, read_saved_adapter
 from alto.lora.served import ServedAdapters, serving
 from alto.lora.shape import adapter_shape, rank_notes
@@ -66,6 +67,7 @@ __all__ = [
     "is_adapter",
     "is_bias",
     "is_magnitude",
+    "is_read_per_expert",
     "linear_modules",
     "magnitude_of",
     "module_of",
@@ -75,4 +77,5 @@ __all__ = [
     "serving",
     "untrained_notes",
     "write_adapter",
+    "write_per_expert",
 ]

@@ -18,7 +18,15 @@ from transformers.pytorch_utils import Conv1D
 
 from alto.lora.targets import linear_bases, module_names, router_bases
 
-__all__ = ["ModuleNames", "PeftTargets", "expert_names", "expert_names_of", "peft_targets", "wrapper_names"]
+__all__ = [
+    "ModuleNames",
+    "PeftTargets",
+    "expert_kind",
+    "expert_names",
+    "expert_names_of",
+    "peft_targets",
+    "wrapper_names",
+]
 
 _EXPERT_NAMES: Mapping[str, Mapping[str, str]] = {
     "mixtral": {"gate": "gate.weight", "w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"},
@@ -68,10 +76,15 @@ class PeftTargets:
     parameters: list[str]
 
 
+def expert_kind(model_type: str) -> str | None:
+    """How the experts of models of this type lie in a checkpoint, by transformers' name; None where it has none."""
+    kinds = {"mixtral": "mixtral"} | conversion_mapping._MODEL_TO_CONVERSION_PATTERN
+    return kinds.get(model_type)
+
+
 def expert_names(model_type: str) -> Mapping[str, str]:
     """Names that PEFT takes for experts on models of this type, with the parameter each stands for; none on most."""
-    kinds = {"mixtral": "mixtral"} | conversion_mapping._MODEL_TO_CONVERSION_PATTERN
-    return _EXPERT_NAMES.get(kinds.get(model_type, ""), {})
+    return _EXPERT_NAMES.get(expert_kind(model_type) or "", {})
 
 
 def wrapper_names(parameters: Collection[str]) -> dict[str, str]:

@@ -29,6 +29,8 @@ from alto.spec.outside import read_json
 
 __all__ = ["SavedAdapter", "adapter_base_model", "is_adapter", "read_saved_adapter"]
 
+_NUM_STACKED = 3
+
 _HARMLESS_KEYS = {
     *("peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "inference_mode"),
     *("r", "lora_alpha", "lora_dropout", "use_rslora", "target_modules", "exclude_modules"),
@@ -76,6 +78,11 @@ class SavedAdapter:
     def has_patterns(self) -> bool:
         """Whether its modules differ in rank or scale, which vLLM does not read."""
         return len({(self.scales[name], a_KR.shape[-1]) for name, (a_KR, _) in self.weights.items()}) > 1
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether it has matrices for each of several experts."""
+        return any(a_KR.ndim == _NUM_STACKED for a_KR, _ in self.weights.values())
 
     @property
     def has_head(self) -> bool:
@@ -207,7 +214,9 @@ def _check_parameters(config: Mapping[str, Any], weights: AdapterWeights, path: 
     """Weights of the adapter's own linear layers may be targets, which is LoRA on those layers (see
     :mod:`alto.lora.peft_targets`); other parameters are stacked experts or routers."""
     for parameter in config.get("target_parameters") or ():
-        is_of_experts = any(f".{name}".endswith(f".{parameter}") and a.ndim == 3 for name, (a, _) in weights.items())
+        is_of_experts = any(
+            f".{name}".endswith(f".{parameter}") and a.ndim == _NUM_STACKED for name, (a, _) in weights.items()
+        )
         if not is_of_experts and str(parameter).removesuffix(".weight") not in weights:
             raise UnsupportedError(
                 f"{path}: expected plain LoRA on linear layers, found target_parameters: {parameter!r:.60}, which this "

@@ -143,6 +143,9 @@ class JobConfig(SpecModel):
     neftune_noise_alpha: float | None = Field(
         default=None, ge=0, description="size of the noise on token embeddings in training (NEFTune)"
     )
+    router_aux_loss_coef: float | None = Field(
+        default=None, ge=0, description="weight of the loss that balances the load of experts; as TRL by default"
+    )
     loraplus_lr_ratio: float = Field(default=1.0, gt=0, description="learning rate of B over that of A (LoRA+)")
     num_train_epochs: int = Field(default=3, ge=1, le=_MAX_STEPS, description="epochs over the training rows")
     max_steps: int | None = Field(default=None, ge=1, le=_MAX_STEPS, description="steps; overrides num_train_epochs")
@@ -199,6 +202,12 @@ class JobConfig(SpecModel):
                 f"gradient_accumulation_steps: expected 1 with method {method.name!r}, found "
                 f"{config.gradient_accumulation_steps}: {trainer} averages over micro-batches, of which the last of an "
                 "epoch may be smaller, and not over the rows of a step. Multiply per_device_train_batch_size by it."
+            )
+        if config.router_aux_loss_coef and method.entry.problem_types:
+            raise UnsupportedError(
+                f"router_aux_loss_coef: expected none with method {method.name!r}, found "
+                f"{config.router_aux_loss_coef:g}: transformers adds no such loss to that of "
+                "a classification head. Remove the key."
             )
         if config.neftune_noise_alpha and method.compares_replies:
             raise UnsupportedError(

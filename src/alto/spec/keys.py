@@ -46,6 +46,7 @@ JOB_ALIASES: Mapping[str, str] = {
     "lr_scheduler": "lr_scheduler_type",
     "gradient_clipping": "max_grad_norm",
     "optimizer": "optim",
+    "moe_aux_loss_coef": "router_aux_loss_coef",
 }
 """Other spellings of the fields that every job has: the paper's, LLaMA-Factory's and Axolotl's."""
 
@@ -117,6 +118,7 @@ UNSUPPORTED_KEYS: Mapping[str, str] = {
     "quantization_bit": "Write 'load_in_4bit: true' or 'load_in_8bit: true' instead.",
     "bf16": _USE_DTYPE,
     "fp16": _USE_DTYPE,
+    "output_router_logits": "Write 'router_aux_loss_coef', the weight of the loss that balances the load of experts.",
     "packing": "Sequences are always concatenated without padding and never attend to each other; remove the key.",
     "label_smoothing_factor": "Cross-entropy is not smoothed; dpo has 'label_smoothing'. Remove the key.",
     **dict.fromkeys(

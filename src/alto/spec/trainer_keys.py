@@ -107,7 +107,6 @@ UNSUPPORTED_TRAINER_KEYS: Mapping[str, str] = {
     "model_revision": "A hub model is loaded in its latest revision; download the revision and give its folder in "
     "'model'.",
     "optim_target_modules": "Only optimizers of whole layers have it, which are not supported; remove the key.",
-    "router_aux_loss_coef": "The experts' balancing loss is not added; remove the key.",
     "tf32": "Products in float32 keep torch's own precision; write 'dtype: bfloat16' for faster ones.",
     "train_sampling_strategy": _ORDER,
 }
@@ -197,7 +196,6 @@ TRAINER_OFF_VALUES: Mapping[str, tuple[Any, ...]] = {
     "ref_model_mixup_alpha": (0.6,),
     "ref_model_sync_steps": (512,),
     "resume_from_checkpoint": (False,),
-    "router_aux_loss_coef": (0,),
     "runtime_config": ({}, {"ephemeral_gpu_offload": False}),
     "save_steps": (500,),
     "save_strategy": ("steps", "no", False),

@@ -20,7 +20,7 @@ from alto.executor.profiling.sketch import RowLength
 from alto.executor.ranks import Ranks
 from alto.records import MemoryProfile, Throughput
 from alto.scheduler import fit_memory, fit_throughput
-from alto.spec import Task
+from alto.spec import JobConfig, Task
 from alto.spec.base_model import LOAD_IN_4BIT
 from alto.spec.job_config import SHAPE_FIELDS
 from alto.spec.outside import is_number
@@ -168,7 +168,7 @@ def _key(task: Task, lengths: Sequence[RowLength], device: torch.device, num_ran
         "jobs": sorted(
             {
                 (
-                    json.dumps([getattr(job.config, key) for key in _SHAPE_KEYS]),
+                    json.dumps([*(getattr(job.config, key) for key in _SHAPE_KEYS), _has_router_loss(job.config)]),
                     job.config.optim,
                     job.config.lora_dropout > 0,
                     job.config.neftune_noise_alpha is not None,
@@ -184,6 +184,11 @@ def _key(task: Task, lengths: Sequence[RowLength], device: torch.device, num_ran
         "ranks": num_ranks,
         "versions": cache.versions(),
     }
+
+
+def _has_router_loss(config: JobConfig) -> bool | None:
+    """None is up to the base model and the method."""
+    return None if config.router_aux_loss_coef is None else config.router_aux_loss_coef > 0
 
 
 def _measured_in_child(task: Task, lengths: Sequence[RowLength], *, num_rows: int, max_tokens: int) -> Measured:

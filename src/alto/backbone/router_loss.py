@@ -1,0 +1,216 @@
+"""The load-balancing loss of a mixture's routers: ``E · Σ_e f_e · P_e`` over some tokens.
+
+``f_e`` is how often expert ``e`` is among those that a token chooses, ``P_e`` its mean probability, both over the
+tokens of all layers with a router. Only ``P`` has a gradient. Source: ``load_balancing_loss_func`` of transformers 5,
+after Switch Transformers (https://huggingface.co/papers/2101.03961), equations 4 to 6.
+
+Shapes: ``T`` tokens, ``U`` runs of them, ``E`` experts.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from alto.backbone.backbone import Backbone
+from alto.backbone.probe import refusing
+from alto.backbone.sharding import find_body
+from alto.errors import UnsupportedModelError
+from alto.spec.method import find_method
+
+__all__ = ["check_router_loss", "recorded_routers", "router_coefficient", "router_notes", "router_sums"]
+
+_KEY = "router_aux_loss_coef"
+_BY_SWITCH = ("cpo", "orpo")
+"""Methods whose trainers in TRL add the loss only where the model's configuration has output_router_logits true."""
+
+_NUM_TOKENS = 23
+_SAME = 1e-4
+"""Relative difference that the order of sums explains."""
+
+
+def router_coefficient(model: PreTrainedModel, given: float | None, method: str) -> float:
+    """The factor of the load-balancing loss in the loss of a job; 0 where it is not added.
+
+    Args:
+        model: The base model, with or without weights.
+        given: The job's ``router_aux_loss_coef``; None is what TRL 1.16 does: the model's own factor with methods that
+            learn from the losses of tokens (with ``orpo`` and ``cpo`` where its ``output_router_logits`` is true).
+        method: The task's method.
+
+    Raises:
+        UnsupportedModelError: ``given`` is above 0, and the model is no mixture of experts with such a loss.
+    """
+    has_loss = _has_loss(model)
+    if given and not has_loss:
+        raise UnsupportedModelError(
+            "router_aux_loss_coef: expected a mixture of experts for which transformers computes the loss that "
+            f"balances the load of experts, found {type(model).__name__}; remove the key"
+        )
+    if given is not None or not has_loss or find_method(method).entry.problem_types:
+        return given or 0.0
+    text = model.config.get_text_config()
+    return _own_coefficient(text) if method not in _BY_SWITCH or text.output_router_logits else 0.0
+
+
+def router_notes(model: PreTrainedModel, given: Sequence[float | None], method: str) -> tuple[str, ...]:
+    """A notice where jobs that do not set the loss themselves train with it, or without one that the model has.
+
+    Args:
+        model: The base model, with or without weights.
+        given: ``router_aux_loss_coef`` of every job.
+        method: The task's method.
+    """
+    own = _own_coefficient(model.config.get_text_config())
+    if not own or None not in given:
+        return ()
+    if router_coefficient(model, None, method):
+        return (
+            f"{_KEY} {own:g} of the base model: the loss that balances the load of its experts is added to a job's "
+            f"loss in training with this factor, as TRL's trainers do; {_KEY}: 0 leaves it out.",
+        )
+    why = (
+        f"transformers computes none for {type(model).__name__}"
+        if not _has_loss(model)
+        else f"as in TRL's trainer of this method without output_router_logits; {_KEY}: {own:g} adds it"
+        if method in _BY_SWITCH
+        else "as in transformers' Trainer"
+    )
+    return (
+        f"{_KEY} {own:g} of the base model: the loss that balances the load of its experts is not added to a job's "
+        f"loss: {why}.",
+    )
+
+
+@contextmanager
+def recorded_routers(backbone: Backbone) -> Iterator[list[Tensor]]:
+    """While the context lasts, the list holds what the routers gave in the last forward pass: logits ``[T, E]`` of
+    every layer that has one, tokens in the order of the batch.
+
+    They are what the model itself returns with ``output_router_logits``.
+
+    Raises:
+        UnsupportedModelError: A forward pass returns none.
+    """
+    found: list[Tensor] = []
+
+    def request(_module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, {**kwargs, "output_router_logits": True}
+
+    def record(_module: Any, _args: Any, output: Any) -> None:
+        given = getattr(output, "router_logits", None)
+        if not given:
+            raise _refusal(backbone.model, "no router_logits in its output")
+        rows = backbone.rows_in_pass()
+        flat = [logits.flatten(0, -2) for logits in given]
+        found[:] = flat if rows is None else [rows.collect(logits_PE) for logits_PE in flat]
+
+    body = find_body(backbone.model)
+    handles = [body.register_forward_pre_hook(request, with_kwargs=True), body.register_forward_hook(record)]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def router_sums(
+    backbone: Backbone, routers: Sequence[Tensor], lengths: Sequence[int], weights_T: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """How often each expert is chosen in every run of tokens, and the sum of its probabilities, over all layers.
+
+    Each run is summed by itself, in an order that depends only on its length, so its bits depend on no other run.
+
+    Args:
+        backbone: The base model.
+        routers: Logits ``[T, E]`` of every layer, from :func:`recorded_routers`.
+        lengths: Tokens of every run, in order; they sum to ``T``.
+        weights_T: How many times each token counts, float64; None for once.
+
+    Returns:
+        Two tensors ``[U, E]``, float64; only the second has a gradient.
+    """
+    device, num_chosen = routers[0].device, _num_chosen(backbone.model)
+    lengths_U = torch.tensor(lengths, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    run_T = torch.arange(len(lengths), device=device).repeat_interleave(lengths_U, output_size=sum(lengths))
+    shape = (len(lengths), routers[0].shape[-1])
+    chosen_UE, probabilities_UE = (torch.zeros(shape, dtype=torch.float64, device=device) for _ in range(2))
+    for logits_TE in routers:
+        probabilities_TE = logits_TE.softmax(-1)
+        chosen_TE = torch.zeros_like(probabilities_TE).scatter_(-1, probabilities_TE.topk(num_chosen).indices, 1.0)
+        chosen_UE = chosen_UE + _run_sums(chosen_TE, lengths_U, weights_T)
+        probabilities_UE = probabilities_UE + _RunSums.apply(probabilities_TE, lengths_U, weights_T, run_T)
+    return chosen_UE, probabilities_UE
+
+
+@torch.no_grad()
+def check_router_loss(backbone: Backbone) -> None:
+    """Compare the loss with the model's own on a few tokens.
+
+    Raises:
+        UnsupportedModelError: The model's own loss is another, or it has none.
+    """
+    model = backbone.model
+    num_tokens = min(_NUM_TOKENS, int(model.config.get_text_config().vocab_size), backbone.max_length or _NUM_TOKENS)
+    ids_1L = torch.arange(num_tokens, device=backbone.device)[None]
+    with refusing(model):
+        with backbone.own_attention(), recorded_routers(backbone) as routers:
+            expected = backbone.own_router_loss(ids_1L)
+        if not isinstance(expected, Tensor):
+            raise _refusal(model, "no aux_loss in its output")
+        chosen_1E, probabilities_1E = router_sums(backbone, routers, [num_tokens])
+        num_summed = num_tokens * len(routers)
+        found = (chosen_1E * probabilities_1E).sum() * routers[0].shape[-1] / num_summed**2
+        if not (found - expected).abs() <= _SAME * expected.abs():
+            raise _refusal(model, f"{float(expected):g} on a few tokens, where that is {float(found):g}")
+
+
+class _RunSums(torch.autograd.Function):
+    """Sums ``[U, E]`` of runs of tokens, of which nothing is kept for the backward pass but the run of each token."""
+
+    @staticmethod
+    def forward(ctx: Any, values_TE: Tensor, lengths_U: Tensor, weights_T: Tensor | None, run_T: Tensor) -> Tensor:
+        ctx.weights_T, ctx.run_T, ctx.dtype = weights_T, run_T, values_TE.dtype
+        return _run_sums(values_TE, lengths_U, weights_T)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        gradient_TE = gradients[0].index_select(0, ctx.run_T)
+        if ctx.weights_T is not None:
+            gradient_TE = gradient_TE * ctx.weights_T[:, None]
+        return gradient_TE.to(ctx.dtype), None, None, None
+
+
+def _run_sums(values_TE: Tensor, lengths_U: Tensor, weights_T: Tensor | None) -> Tensor:
+    values_TE = values_TE.double() if weights_T is None else values_TE.double() * weights_T[:, None]
+    # unsafe: the lengths are valid; checking them would synchronise host and device.
+    return torch.segment_reduce(values_TE, "sum", lengths=lengths_U, axis=0, unsafe=True)
+
+
+def _has_loss(model: PreTrainedModel) -> bool:
+    """Whether the model can return its routers' logits, and its code computes the loss of them."""
+    is_switched = hasattr(model.config.get_text_config(), "output_router_logits")
+    return is_switched and hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func")
+
+
+def _own_coefficient(text: PreTrainedConfig) -> float:
+    return float(getattr(text, _KEY, None) or 0.0)
+
+
+def _num_chosen(model: PreTrainedModel) -> int:
+    """Experts that a token chooses."""
+    own = getattr(model, "num_experts_per_tok", None)
+    return int(model.config.get_text_config().num_experts_per_tok if own is None else own)
+
+
+def _refusal(model: PreTrainedModel, found: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{type(model).__name__}: expected the loss that balances the load of experts as transformers computes it for "
+        f"Mixtral, found {found}; set {_KEY} to 0, or use another base model"
+    )

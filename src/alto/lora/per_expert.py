@@ -1,0 +1,143 @@
+"""Adapters of stacked experts as a pair of matrices for every projection of every expert, by the names that the
+projections have in the checkpoint of the base model.
+
+vLLM reads them so on models that it does not declare as ``is_3d_moe_weight`` (Mixtral, Qwen2- and Qwen3-MoE, OLMoE,
+DeepSeek-V3 and others), and PEFT's own files on the others (gpt-oss, Qwen3.5-MoE, Qwen3-VL-MoE): there gate and up are
+one matrix, as in the checkpoint. Source: vLLM, ``vllm/lora/model_manager.py`` and ``PackedLoRALayerWeights.pack_moe``,
+as read, not run.
+
+Shapes: ``E`` experts, ``K`` in-features, ``N`` out-features, ``R`` rank.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from alto.errors import UnsupportedError
+from alto.lora.peft_format import A_ENDING, B_ENDING, CONFIG_FILE, PREFIX, WEIGHTS_FILE
+from alto.lora.peft_targets import expert_kind
+from alto.lora.saved import SavedAdapter
+from alto.spec.outside import read_json
+
+__all__ = ["is_read_per_expert", "write_per_expert"]
+
+_GATE_UP, _DOWN = "gate_up_proj", "down_proj"
+_NUM_STACKED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """The names of an expert's projections in a checkpoint.
+
+    Attributes:
+        gate, up, down: Of the projections.
+        block: The name of the block in the model, and in the checkpoint.
+    """
+
+    gate: str
+    up: str
+    down: str
+    block: tuple[str, str] = (".mlp.", ".mlp.")
+
+
+_KINDS: Mapping[str, _Names] = {
+    "mixtral": _Names("w1", "w3", "w2", (".mlp.", ".block_sparse_moe.")),
+    "qwen2_moe": _Names("gate_proj", "up_proj", "down_proj"),
+}
+"""By kind of mixture, as transformers' ``conversion_mapping`` names them."""
+
+
+def is_read_per_expert(adapter: SavedAdapter, model_type: str) -> bool:
+    """Whether vLLM reads ``adapter`` only as :func:`write_per_expert` writes it, as far as is known."""
+    return adapter.has_experts and _kind(model_type) is not None
+
+
+def write_per_expert(adapter: SavedAdapter, model_type: str, folder: Path) -> None:
+    """Write ``adapter`` with every expert's matrices by themselves. PEFT does not load it so.
+
+    Gate and up have the same ``A``. Where only one of an expert's parameters is adapted, the matrices of the other are
+    zero: vLLM expects all three projections.
+
+    Args:
+        adapter: With adapters on stacked experts.
+        model_type: As the config of its base model says.
+        folder: Made if absent.
+
+    Raises:
+        UnsupportedError: The adapter has no experts, more than one rank or scale, or more than low-rank matrices; or
+            the base model's checkpoint has its experts stacked.
+    """
+    names = _kind(model_type)
+    experts = {name: pair for name, pair in adapter.weights.items() if pair[0].ndim == _NUM_STACKED}
+    if not experts:
+        raise UnsupportedError(
+            f"{adapter.folder}: expected an adapter on stacked experts (target_parameters), found none of them; serve "
+            "the folder as it is"
+        )
+    if names is None:
+        raise UnsupportedError(
+            f"{adapter.folder}: expected a base model whose checkpoint has every expert by itself, found model type "
+            f"{model_type!r}; serve the folder as it is"
+        )
+    if adapter.has_patterns or adapter.weights.extras:
+        raise UnsupportedError(
+            f"{adapter.folder}: expected low-rank matrices of one rank and one scale, found rank_pattern, "
+            "alpha_pattern, bias or use_dora; merge it into its base model with PEFT"
+        )
+    owners = {name.rpartition(".")[0] for name in experts}
+    pairs = {name: (a_KR.T, b_RN.T) for name, (a_KR, b_RN) in adapter.weights.items() if name not in experts}
+    for owner in owners:
+        pairs |= _of_experts(owner, experts, adapter.rank, names)
+    blocks = {owner.rpartition(".")[0] + "." for owner in owners}
+    tensors = {}
+    for name, pair in pairs.items():
+        block = next((block for block in blocks if name.startswith(block)), "")
+        place = block.replace(*names.block) + name.removeprefix(block)
+        for ending, matrix in zip((A_ENDING, B_ENDING), pair, strict=True):
+            tensors[f"{PREFIX}{place}{ending}"] = matrix.contiguous()
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    config = _config(read_json(adapter.config_file), tensors)
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _kind(model_type: str) -> _Names | None:
+    return _KINDS.get(expert_kind(model_type) or model_type)
+
+
+def _of_experts(
+    owner: str, experts: Mapping[str, tuple[Tensor, Tensor]], rank: int, names: _Names
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """``A`` ``[R, K]`` and ``B`` ``[N, R]`` of every projection of the experts of ``owner``."""
+    gate_up, down = experts.get(f"{owner}.{_GATE_UP}"), experts.get(f"{owner}.{_DOWN}")
+    if gate_up is None:
+        assert down is not None
+        (num_experts, inner, _), hidden = down[0].shape, down[1].shape[2]
+        gate_up = _zeros(num_experts, hidden, rank, 2 * inner)
+    if down is None:
+        num_experts, hidden, inner = gate_up[0].shape[0], gate_up[0].shape[1], gate_up[1].shape[2] // 2
+        down = _zeros(num_experts, inner, rank, hidden)
+    a_EKR, (b_gate_ERN, b_up_ERN) = gate_up[0], gate_up[1].chunk(2, dim=2)
+    found = {}
+    for name, a, b in ((names.gate, a_EKR, b_gate_ERN), (names.up, a_EKR, b_up_ERN), (names.down, *down)):
+        for expert, (a_KR, b_RN) in enumerate(zip(a, b, strict=True)):
+            found[f"{owner}.{expert}.{name}"] = (a_KR.T, b_RN.T)
+    return found
+
+
+def _zeros(num_experts: int, num_in: int, rank: int, num_out: int) -> tuple[Tensor, Tensor]:
+    return torch.zeros(num_experts, num_in, rank), torch.zeros(num_experts, rank, num_out)
+
+
+def _config(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The description of the adapter with the modules that its tensors name."""
+    modules = sorted({key.removesuffix(A_ENDING).rpartition(".")[2] for key in tensors if key.endswith(A_ENDING)})
+    return {key: value for key, value in config.items() if key != "target_parameters"} | {"target_modules": modules}
