@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from alto.cli import evaluate, job, plan, preview, queue, report, resume, run, show, simulate, tune
+from alto.cli import evaluate, job, listing, plan, preview, queue, report, resume, run, show, simulate, tune
 from alto.cli.output import print_error
 from alto.errors import AltoError
 
@@ -18,7 +18,6 @@ app = typer.Typer(
     name="alto",
     help="Tune LoRA adapters: many configurations together on one frozen base model, the losers stopped early.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.command()(tune.tune)
@@ -31,7 +30,7 @@ app.add_typer(job.app)
 app.command()(queue.submit)
 app.command()(queue.cancel)
 app.command()(queue.drain)
-app.command("list")(queue.list_tasks)
+app.command("list")(listing.list_)
 app.command()(report.report)
 app.command()(preview.preview)
 app.command("eval")(evaluate.evaluate)
@@ -61,7 +60,7 @@ def main() -> None:
             # A terminal whose encoding has no star shows a question mark.
             stream.reconfigure(errors="replace")
     try:
-        app()
+        app(prog_name="alto")  # also for python -m alto
     except AltoError as error:
         print_error(error)
         sys.exit(1)
