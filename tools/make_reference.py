@@ -460,7 +460,7 @@ def commands_section() -> str:
     for words, command in _commands(root, ("alto",)):
         arguments = [p for p in command.params if p.param_type_name == "argument"]
         options = [p for p in command.params if p.param_type_name == "option"]
-        usage = " ".join([*words, *(p.metavar or p.name.upper() for p in arguments), "[OPTIONS]" * bool(options)])
+        usage = " ".join([*words, *map(_argument, arguments), "[OPTIONS]" * bool(options)])
         rows = [[_code(p.metavar or p.name.upper()), p.help] for p in arguments]
         kinds = get_type_hints(command.callback)
         rows += [[_option(p), p.help + _values_of(p, kinds[p.name])] for p in options]
@@ -646,6 +646,11 @@ def _commands(command: Any, words: tuple[str, ...]) -> Iterable[tuple[tuple[str,
             yield from _commands(child, (*words, name))
     else:
         yield words, command
+
+
+def _argument(param: Any) -> str:
+    name = param.metavar or param.name.upper()
+    return name if param.required else f"[{name}]"
 
 
 def _option(param: Any) -> str:

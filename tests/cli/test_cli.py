@@ -139,7 +139,7 @@ def test_an_error_is_one_message_on_stderr(
 
 
 @pytest.mark.parametrize(
-    "arguments", [["tune"], ["tune", "a.yaml", "b.yaml"], ["tune", "a.yaml", "--speed", "9"], ["tune-all"], ["report"]]
+    "arguments", [["tune"], ["tune", "a.yaml", "b.yaml"], ["tune", "a.yaml", "--speed", "9"], ["tune-all"], ["preview"]]
 )
 def test_wrong_usage_is_exit_code_2(arguments: list[str]) -> None:
     done = invoke(*arguments)

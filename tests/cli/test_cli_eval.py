@@ -216,7 +216,7 @@ def test_an_error_is_one_message_and_writes_nothing(
     assert (run / "best" / "metrics.json").read_bytes() == before
 
 
-@pytest.mark.parametrize("arguments", [[], ["run", "--metric", "accuracy"]])
+@pytest.mark.parametrize("arguments", [["run", "--backend", "magic"], ["run", "--metric", "accuracy"]])
 def test_wrong_usage_is_exit_code_2(arguments: list[str]) -> None:
     done = invoke(*arguments)
     assert (done.exit_code, done.stdout) == (2, "")

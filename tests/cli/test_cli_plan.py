@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,10 @@ from tiny import write_rows
 from typer.testing import CliRunner
 
 from alto.cli import app
+from alto.export.wording import format_duration
+from alto.runs import RunDir, RunHistory, read_entries
+from alto.runs.events import ProfileMeasured
+from alto.runs.progress import outlook
 
 
 @pytest.fixture
@@ -67,3 +72,48 @@ def test_a_plan_says_what_of_the_data_nothing_reads(task_file: Path):
     assert "note: Columns that nothing reads: source (in 24 rows);" in " ".join(shown.output.split())
     [facts] = json.loads(CliRunner().invoke(app, ["plan", str(task_file), "--json"]).output)["tasks"]
     assert any("source (in 24 rows)" in note for note in facts["notes"])
+
+
+def test_a_plan_says_why_there_is_one_slot(task_file: Path):
+    """Steps of 1,000 tokens are the fastest that the device was measured at."""
+    one = ["plan", str(task_file), "--set", "per_device_train_batch_size=200"]
+    shown = " ".join(CliRunner().invoke(app, one).output.split())
+    assert "one slot: the smallest job alone has" in shown
+    assert "1,000 already reach the device's best speed" in shown
+    [facts] = json.loads(CliRunner().invoke(app, [*one, "--json"]).output)["tasks"]
+    assert facts["max_slots"] == 1
+    assert facts["why_one_slot"].startswith("the smallest job alone has")
+    assert "one slot" not in CliRunner().invoke(app, ["plan", str(task_file)]).output
+
+
+def test_the_error_of_the_memory_estimate_is_called_so(task_file: Path):
+    shown = " ".join(CliRunner().invoke(app, ["plan", str(task_file)]).output.split())
+    assert re.search(r"memory estimate error [\d.]+ % \(at worst [\d.]+ %\)", shown)
+
+
+def test_what_is_planned_is_what_a_run_expects_and_shows(task_file: Path, monkeypatch: pytest.MonkeyPatch):
+    """``alto plan``, the journal and the lines of ``alto tune``, and the outlook of the run."""
+    brief = ["--set", "max_steps=4"]
+    [plan] = json.loads(CliRunner().invoke(app, ["plan", str(task_file), "--json", *brief]).output)["tasks"]
+    expected_s = plan["expected_duration_s"]
+    tuned = CliRunner().invoke(app, ["tune", str(task_file), *brief])
+    assert tuned.exit_code == 0, tuned.output
+    assert f"about {format_duration(expected_s)} expected" in tuned.stdout
+    (run,) = (task_file.parent / "runs").iterdir()
+    entries = read_entries(run / "journal.jsonl")
+    profiled = next(index for index, entry in enumerate(entries) if isinstance(entry.event, ProfileMeasured))
+    assert entries[profiled].event.expected_duration_s == expected_s
+    begun = RunHistory.of(entries[: profiled + 1])
+    assert begun.started_at is not None
+    assert outlook(begun, begun.started_at).remaining_s == expected_s
+    # What alto show prints of a run that is worked on.
+    lines = (run / "journal.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    (run / "journal.jsonl").write_text("".join(lines[: profiled + 1]), encoding="utf-8")
+    monkeypatch.setattr("alto.cli.show.time.time", lambda: begun.started_at)
+    with RunDir(run).locked():
+        facts = json.loads(CliRunner().invoke(app, ["show", str(run), "--json"]).output)
+        shown = CliRunner().invoke(app, ["show", str(run)]).output
+    assert (facts["remaining_s"], facts["tokens_per_s"], facts["done"]) == (expected_s, None, 0.0)
+    assert f"0 % done · about {format_duration(expected_s)} left" in shown
+    interrupted = json.loads(CliRunner().invoke(app, ["show", str(run), "--json"]).output)
+    assert (interrupted["state"], interrupted["remaining_s"]) == ("interrupted", None)

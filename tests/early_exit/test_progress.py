@@ -73,6 +73,7 @@ def test_rungs_that_come_too_early_are_noted() -> None:
     rungs = (Rung(progress=0.025, keep=0.5), Rung(progress=0.05, keep=0.2))
     (note,) = rung_notes(rungs, [20, 400, 30])
     assert note.startswith("2 of 3 jobs have so few steps (the shortest 20)")
+    assert "selection would happen after one step; use later rungs, for example early_exit: {rungs:" in note
     assert rung_notes(rungs, [41, 400]) == ()
     assert rung_notes((), [1]) == ()
 

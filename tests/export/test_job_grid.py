@@ -36,7 +36,7 @@ def test_a_wide_terminal_shows_everything(small_run):
     lines = lines_of(small_run, width=160)
     assert headings(lines) == ["job", "lr", "r", "stage", "done", "train", "val", "best", "why"]
     assert "validation 2.5000 was 25 % above train 2.0000 twice in a row (allowed: 10 %)" in lines[3]
-    assert "no room" not in lines[-1]
+    assert "hidden columns" not in lines[-1]
 
 
 def test_preferences_have_two_columns_of_their_own(preference_run):
@@ -46,9 +46,9 @@ def test_preferences_have_two_columns_of_their_own(preference_run):
 
 
 def test_where_there_is_no_room_for_both_the_metric_that_is_chosen_by_stays_longest(preference_run):
-    assert lines_of(preference_run, width=58)[-1] == "no space for: train, val"
-    assert lines_of(preference_run, width=51)[-1] == "no space for: train, val, margin"
-    assert lines_of(preference_run, width=46)[-1] == "no space for: lr, train, val, margin"
+    assert lines_of(preference_run, width=58)[-1] == "hidden columns: train, val (widen the terminal)"
+    assert lines_of(preference_run, width=51)[-1] == "hidden columns: train, val, margin"
+    assert lines_of(preference_run, width=46)[-1] == "hidden columns: lr, train, val, margin"
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,8 @@ def test_where_there_is_no_room_for_both_the_metric_that_is_chosen_by_stays_long
 def test_what_does_not_fit_is_left_out_and_said(small_run, width, dropped):
     lines = lines_of(small_run, width=width)
     assert all(cell_len(line) <= width for line in lines)
-    assert set(lines[-1].removeprefix("no space for: ").split(", ")) == set(dropped.split(", "))
+    hidden = lines[-1].removeprefix("hidden columns: ").removesuffix(" (widen the terminal)")
+    assert set(hidden.split(", ")) == set(dropped.split(", "))
     assert {"job", "stage", "done", "best"} <= set(headings(lines))
 
 

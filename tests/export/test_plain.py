@@ -24,13 +24,13 @@ def test_one_line_per_noteworthy_event(small_run):
         "a (lr 0.01 · r 4) ended at 10 %, diverging: smoothed training loss became infinite",
         "admitted c",
         "best so far 3.0000: b (lr 1e-5 · r 4) at step 10 of 100",
-        "20 % settled: 200 of 4,000 samples trained, 22.5 % saved",
+        "20 % of the sweep decided: 200 of 4,000 samples trained, 22.5 % saved, about 1 min 20 s left",
         "admitted d",
         "best so far 2.2000: c (lr 2e-4 · r 4) at step 10 of 100",
-        "30 % settled: 300 of 4,000 samples trained, 22.5 % saved",
+        "30 % of the sweep decided: 300 of 4,000 samples trained, 22.5 % saved, about 1 min 16 s left",
         "best so far 2.1000: d (lr 2e-4 · r 8) at step 10 of 100",
         "rung at 10 %: 2 kept, 1 ended as underperforming; best 2.1000: d (lr 2e-4 · r 8)",
-        "60 % settled: 800 of 4,000 samples trained, 45 % saved",
+        "60 % of the sweep decided: 800 of 4,000 samples trained, 45 % saved, about 32 s left",
         "c (lr 2e-4 · r 4) ended at 50 %, overfitting: validation 2.5000 was 25 % above train 2.0000 twice in a row "
         "(allowed: 10 %)",
         "best so far 1.9000: d (lr 2e-4 · r 8) at step 100 of 100",
@@ -81,10 +81,10 @@ def test_an_interruption_and_what_the_user_changed_are_told(interrupted_run):
         "admitted a",
         "admitted b",
         "best so far 2.0000: a (lr 1e-4) at step 10 of 100",
-        "10 % settled: 200 of 2,000 samples trained, 0 % saved",
+        "10 % of the sweep decided: 200 of 2,000 samples trained, 0 % saved, about 54 s left",
         "a (lr 1e-4) ended at 10 %, stopped: stopped by the user",
-        "interrupted at 55 % settled",
-        "resumed: 1 of 2 jobs have ended, 55 % settled",
+        "interrupted with 55 % of the sweep decided",
+        "resumed: 1 of 2 jobs have ended, 55 % of the sweep decided",
         "resumed b",
         "c (lr 3e-4) added: clone of b, with its weights",
         "admitted c",
@@ -138,4 +138,5 @@ def test_ranks_and_moves_between_them_are_told(ranked_run):
 
 def test_a_run_that_goes_on_says_on_how_many_ranks(ranked_run):
     resumed = {"seq": 1, "time": ranked_run[0]["time"] + 1, "event": "task_resumed", "notes": [], "num_ranks": 4}
-    assert lines_of([ranked_run[0], resumed])[-1].endswith("resumed on 4 ranks: 0 of 3 jobs have ended, 0 % settled")
+    said = "resumed on 4 ranks: 0 of 3 jobs have ended, 0 % of the sweep decided"
+    assert lines_of([ranked_run[0], resumed])[-1].endswith(said)

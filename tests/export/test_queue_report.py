@@ -52,14 +52,14 @@ def interrupted_queue() -> list[dict[str, Any]]:
             "nodes": [{"name": "local", "gpus": [0, 1]}],
             "tasks": [{"task": task, "num_gpus": 1, "duration_s": 20.0} for task in "ab"],
         },
-        planned(0.0, "a came; b came", a=0.0, b=20.0),
+        planned(0.0, "a submitted; b submitted", a=0.0, b=20.0),
         started(0.0, "a", 0),
         started(0.0, "b", 1),
         ended(10.0, "a", "interrupted", ADVICE),
         ended(10.0, "b", "interrupted", ADVICE),
         {"event": "queue_interrupted", "time": 10.0, "open": ["a", "b"]},
         {"event": "queue_resumed", "time": 310.0, "done": []},
-        planned(310.0, "a came; b came", a=0.0, b=20.0),
+        planned(310.0, "a submitted; b submitted", a=0.0, b=20.0),
         started(310.0, "a", 0),
         started(310.0, "b", 1),
         ended(320.0, "a", "finished"),
@@ -67,7 +67,7 @@ def interrupted_queue() -> list[dict[str, Any]]:
         {"event": "queue_completed", "time": 320.0},
         {"event": "queue_resumed", "time": 420.0, "done": ["a", "b"]},
         {"event": "task_submitted", "time": 420.0, "task": "c", "num_gpus": 1, "duration_s": 20.0},
-        planned(420.0, "c came", c=0.0),
+        planned(420.0, "c submitted", c=0.0),
         started(420.0, "c", 0),
         ended(440.0, "c", "finished"),
         {"event": "queue_completed", "time": 440.0},
@@ -116,7 +116,7 @@ def test_the_page_says_once_what_is_cut_out(interrupted_queue, page_of):
     page = page_of(interrupted_queue)
     said = "No process ran the queue for 6 min 40 s (2 interruptions): this time is cut out of all times on this page."
     assert page.count(said) == 1
-    assert '<td class="number">10 s</td>\n<td>a came; b came</td>' in page
+    assert '<td class="number">10 s</td>\n<td>a submitted; b submitted</td>' in page
 
 
 def test_without_an_interruption_the_page_says_nothing_of_it(interrupted_queue, page_of):

@@ -45,3 +45,31 @@ def test_attempts_are_numbered_by_order_though_the_journal_counts_anew():
         "a started on local:0",
         "a started on local:0, attempt 2",
     ]
+
+
+def screen_of(view: LiveQueueView, *, width: int, height: int = 30) -> list[str]:
+    console = Console(width=width, height=height)
+    with console.capture() as screen:
+        console.print(view._render())
+    return screen.get().splitlines()
+
+
+def test_what_a_task_takes_is_beside_what_was_planned():
+    view = LiveQueueView(Console(width=120), clock=lambda: 48.0)
+    for entry in entries(RESUMED[:2]):
+        view.observe(entry)
+    assert "48 s (planned 20 s)" in "\n".join(screen_of(view, width=120))
+    assert "48 s" in "\n".join(screen_of(view, width=80))
+
+
+def test_an_announcement_is_on_top_of_a_table_that_still_fits():
+    tasks = [{"task": f"t{number}", "num_gpus": 1, "duration_s": 20.0} for number in range(40)]
+    view = LiveQueueView(Console(width=60, height=20, file=io.StringIO()), clock=lambda: 5.0)
+    text = "Stopping after this step; the queue can be resumed. Press Ctrl-C again to stop at once."
+    view.announce(text)
+    for entry in entries([{**RESUMED[0], "tasks": tasks}]):
+        view.observe(entry)
+    lines = screen_of(view, width=60, height=20)
+    assert " ".join(line.strip() for line in lines[:2]) == text
+    assert len(lines) < 20
+    assert any(line.strip().startswith("t0 ") for line in lines)

@@ -103,7 +103,7 @@ def test_curves_of_metrics_are_drawn_and_sorted_by(preference_run, open_report):
 
 def test_labels_of_rungs_are_above_the_plot_area_on_their_lines(small_run, open_report):
     page = open_report(small_run)
-    for axis in ("early steps wide", "linear"):
+    for axis in ("log x-axis", "linear"):
         page.get_by_role("button", name=axis).click()
         label = page.locator("#validation .annotation")
         assert label.text_content() == "10 %: 2 kept"

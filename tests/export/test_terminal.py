@@ -98,14 +98,19 @@ def test_time_in_which_nobody_worked_does_not_slow_the_pace(interrupted_run):
     assert "about 36 s left" in target.file.getvalue()
 
 
-def test_a_run_read_anew_is_measured_between_two_readings(small_run):
+def test_a_run_that_is_read_has_the_same_estimate_as_one_that_is_observed(small_run):
     view = LiveView(console(), clock=lambda: small_run[12]["time"])
     view.show(RunHistory.of(entries(small_run[:8])))
     view.show(RunHistory.of(entries(small_run[:13])))
     target = console()
     target.print(view._live.get_renderable())
-    # From 200 samples to 300 in five seconds; b and c wait for the rung, d is to do it all, two go on: 1,900 to go.
-    assert "about 1 min 35 s left" in target.file.getvalue()
+    # 300 samples in twelve seconds; b and c wait for the rung, d is to do it all, two of them continue: 1,900 are left.
+    assert "about 1 min 16 s left" in target.file.getvalue()
+    observed = LiveView(console(), clock=lambda: small_run[12]["time"])
+    for event in small_run[:13]:
+        observed.observe(entry(event))
+    target.print(observed._live.get_renderable())
+    assert target.file.getvalue().count("about 1 min 16 s left") == 2
 
 
 def test_notes_on_the_data_stay_above_the_table(interrupted_run):
@@ -242,3 +247,33 @@ def test_user_text_reaches_the_terminal_without_escapes_or_markup(small_run):
     assert "\x07" not in rendered
     assert "\x9b" not in rendered
     assert "[bold red]x[/] :skull:" in rendered
+
+
+@pytest.mark.parametrize("width", [40, 140])
+def test_an_announcement_is_on_top_of_a_table_that_still_fits(sweep, width):
+    text = "Stopping after this step; the run can be resumed. Press Ctrl-C again to stop at once."
+    target = console(width=width, height=24)
+    view = LiveView(target, clock=lambda: NOW)
+    view.announce(text)
+    assert target.file.getvalue() == "" or text.split()[0] in target.file.getvalue()
+    for event in sweep:
+        view.observe(entry(event))
+    target = console(width=width, height=24)
+    target.print(view._live.get_renderable())
+    lines = target.file.getvalue().splitlines()
+    assert len(lines) < 24  # and the line of the cursor
+    assert " ".join(line.strip() for line in lines).startswith(text)
+    assert any("job-" in line and "best" not in line for line in lines)
+
+
+def test_a_run_that_lasts_shows_how_long_it_takes_and_how_fast_it_is(small_run):
+    small_run[0]["data"] = {"train_rows": 500, "train_tokens": 10_000}
+    assert "about 10 min 00 s left · 67 tokens/s · 1 min 00 s so far" in "\n".join(screen(small_run[:11]))
+    target = console()
+    history = RunHistory.of(entries(small_run[:11]))
+    target.print(final_summary(history, now=NOW))
+    assert "9.1 % done · about 10 min 00 s left · 67 tokens/s" in target.file.getvalue()
+    for options in ({}, {"now": NOW, "is_live": False}):
+        target = console()
+        target.print(final_summary(history, **options))
+        assert "left" not in target.file.getvalue()

@@ -309,7 +309,7 @@ def test_a_placement_names_its_executor_only_where_it_is_shared() -> None:
     alone = Placement(task="a", gpus=(Gpu("n", 0),), start_s=0.0, duration_s=1.0)
     shared = dataclasses.replace(alone, task="b", executor="executor-1")
     event = SchedulePlanned(
-        reason="b came",
+        reason="b submitted",
         method="lpt",
         status="heuristic",
         makespan_s=1.0,

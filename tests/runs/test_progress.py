@@ -5,7 +5,8 @@ from journals import entries
 
 from alto.records import Rung
 from alto.runs import RunHistory
-from alto.runs.progress import Pace, expected_samples_left, next_stop
+from alto.runs.pace import Pace
+from alto.runs.progress import expected_samples_left, next_stop, outlook, share_done
 
 
 def pace_of(*points) -> Pace:
@@ -52,3 +53,82 @@ def test_after_the_last_rung_every_job_goes_to_its_end(small_run):
 
 def test_nothing_is_left_when_all_have_ended(small_run):
     assert expected_samples_left(RunHistory.of(entries(small_run))) == 0
+
+
+PROFILE = {
+    "event": "profile",
+    "is_cached": True,
+    "profile_s": 1.0,
+    "memory": {
+        "fixed_bytes": 1.0, "bytes_per_token": 1.0, "capacity_bytes": 1, "margin": 0.9, "error_median": 0.0,
+        "error_worst": 0.0, "points": [],
+    },
+    "throughput": {"step_s": 0.1, "job_s": 0.1, "token_s": 0.1, "eval_token_s": 0.1, "points": []},
+    "slot_bytes": 1,
+    "max_slots": 2,
+    "max_tokens_per_step": 64,
+    "max_tokens_per_pass": 64,
+    "gradient_checkpointing": False,
+    "peak_bytes": 1,
+    "duration_s": 900.0,
+    "expected_duration_s": 100.0,
+}  # fmt: skip
+
+
+def planned(events) -> list:
+    """The same run, which was measured beforehand: 100 seconds with the rungs of its early exit."""
+    return [events[0], {**PROFILE, "time": events[0]["time"]}, *events[1:]]
+
+
+def test_before_anything_is_trained_the_estimate_is_the_plan(small_run):
+    start = small_run[0]["time"]
+    history = RunHistory.of(entries(planned(small_run)[:4]))
+    assert outlook(history, start).remaining_s == 100.0
+    assert outlook(history, start + 30.0).remaining_s == 70.0
+    assert outlook(history, start + 500.0).remaining_s == 0.0
+    assert (outlook(history, start).share_done, outlook(history, start).tokens_per_s) == (0.0, None)
+    unplanned = RunHistory.of(entries(small_run[:3]))
+    assert outlook(unplanned, start + 30.0).remaining_s is None
+
+
+def test_the_more_is_trained_the_less_the_plan_counts(small_run):
+    now = small_run[12]["time"]  # 300 samples in 12 seconds, and 1,900 to go: 76 s by pace
+    unplanned = RunHistory.of(entries(small_run[:13]))
+    assert outlook(unplanned, now).remaining_s == pytest.approx(76.0)
+    found = outlook(RunHistory.of(entries(planned(small_run)[:14])), now)
+    share = 300 / 2200
+    assert found.share_done == pytest.approx(share)
+    assert found.remaining_s == pytest.approx((1 - share) * (1 - share) * 100.0 + share * 76.0)
+
+
+def test_a_resumed_run_is_estimated_without_the_time_in_which_nobody_worked(interrupted_run):
+    events = planned(interrupted_run)
+    resumed = next(index for index, event in enumerate(events) if event["event"] == "task_resumed")
+    # Nothing is trained since: 200 samples in the 8 seconds before it, and a has ended with 900 to go.
+    history = RunHistory.of(entries(events[: resumed + 1]))
+    share = 200 / (200 + 900)
+    by_pace_s = 8.0 * (1 - share) / share
+    assert outlook(history, history.last_seen_at).remaining_s == pytest.approx(
+        (1 - share) * (1 - share) * 100.0 + share * by_pace_s
+    )
+
+
+def test_tokens_per_second_are_those_of_the_rows_trained(small_run):
+    small_run[0]["data"] = {"train_rows": 500, "train_tokens": 10_000}
+    now = small_run[12]["time"]
+    assert outlook(RunHistory.of(entries(small_run[:13])), now).tokens_per_s == pytest.approx(20 * 300 / 12)
+    small_run[0]["data"] = {"train_rows": "many"}
+    assert outlook(RunHistory.of(entries(small_run[:13])), now).tokens_per_s is None
+
+
+def test_a_finished_run_is_done_and_one_without_jobs_is_not(small_run):
+    finished = outlook(RunHistory.of(entries(small_run)), small_run[-1]["time"])
+    assert (finished.share_done, finished.remaining_s) == (1.0, 0.0)
+    assert share_done(RunHistory()) == 0.0
+
+
+def test_early_exit_settings_that_are_not_valid_change_no_estimate(small_run):
+    small_run[0]["early_exit"] = {"policy": "alto", "rungs": [["x", {}]]}
+    history = RunHistory.of(entries(small_run[:13]))
+    assert history.rung_settings == ()
+    assert outlook(history, small_run[12]["time"]).remaining_s is not None

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -69,6 +70,33 @@ def test_what_the_task_sets_is_kept():
 def test_what_does_not_fit_is_refused_with_what_does(changes: dict[str, int], fits: str):
     with pytest.raises(DeviceMemoryError, match=fits):
         choose_packing(replace(REQUEST, **changes), MEMORY, THROUGHPUT)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"max_slots": 1}, "max_slots is 1 in the task"),
+        ({"step_tokens": (200,)}, "there is one job"),
+        (
+            {"step_tokens": (1200, 1500)},
+            "the smallest job alone has 1,200 tokens a step, and 1,000 already reach the device's best speed; a second "
+            "slot would only delay the first results",
+        ),
+        # 900 MiB are planned; 100 are the base's and 700 those of two slots, a token takes a tenth.
+        (
+            {"slot_bytes": 350 * MIB, "longest_row": 1500},
+            "beside two slots of 350.0 MiB, memory is left for micro-batches of 1,000 tokens, and 1,500 are needed",
+        ),
+    ],
+)
+def test_one_slot_has_a_reason(changes: dict[str, Any], why: str):
+    packing = choose_packing(replace(REQUEST, **changes), MEMORY, THROUGHPUT)
+    assert (packing.max_slots, packing.why_one_slot) == (1, why)
+
+
+def test_several_slots_need_no_reason():
+    assert choose_packing(REQUEST, MEMORY, THROUGHPUT).why_one_slot == ""
+    assert choose_packing(replace(REQUEST, max_slots=2), MEMORY, THROUGHPUT).why_one_slot == ""
 
 
 def test_several_ranks_share_the_slots_and_each_has_passes_of_its_own():

@@ -14,6 +14,7 @@ from alto.cli import (
     export,
     importing,
     job,
+    listing,
     plan,
     preview,
     queue,
@@ -33,7 +34,6 @@ app = typer.Typer(
     name="alto",
     help="Tune LoRA adapters: many configurations together on one frozen base model, the losers stopped early.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.command()(tune.tune)
@@ -46,7 +46,7 @@ app.add_typer(job.app)
 app.command()(queue.submit)
 app.command()(queue.cancel)
 app.command()(queue.drain)
-app.command("list")(queue.list_tasks)
+app.command("list")(listing.list_)
 app.command()(report.report)
 app.command()(compare.compare)
 app.command()(preview.preview)
@@ -79,7 +79,7 @@ def main() -> None:
             # A terminal whose encoding has no star shows a question mark.
             stream.reconfigure(errors="replace")
     try:
-        app()
+        app(prog_name="alto")  # also for python -m alto
     except AltoError as error:
         print_error(error)
         sys.exit(1)

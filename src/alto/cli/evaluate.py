@@ -15,30 +15,32 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from alto.cli.completion import complete_run
 from alto.cli.options import TrustRemoteCode
 from alto.cli.output import print_json
-from alto.cli.paths import reachable
+from alto.cli.paths import reachable, run_to_evaluate
 from alto.errors import RunWriteError
 from alto.records import Evaluation, EvaluationResult, GenerationBackend, Metric, Prediction
 
 __all__ = ["evaluate"]
 
 
-def _all_reachable(paths: list[Path]) -> list[Path]:
-    for path in paths:
+def _all_reachable(paths: list[Path] | None) -> list[Path] | None:
+    for path in paths or ():
         reachable(path)
     return paths
 
 
 def evaluate(
     targets: Annotated[
-        list[Path],
+        list[Path] | None,
         typer.Argument(
             metavar="RUN|ADAPTER...",
-            help="Run directory, or folders of LoRA adapters; all are measured at once.",
+            help="Run directory, by default the latest in ./runs; or folders of LoRA adapters, measured at once.",
             callback=_all_reachable,
+            autocompletion=complete_run,
         ),
-    ],
+    ] = None,
     jobs: Annotated[
         list[str] | None,
         typer.Option("--job", help="Evaluate this job of the run instead of its best."),
@@ -72,12 +74,13 @@ def evaluate(
     """Measure adapters on rows they were not trained on; the numbers go to the metrics.json of each."""
     if save_predictions is not None:
         _check_file(save_predictions, metric)
+    adapters = targets or [run_to_evaluate()]
     from alto.engine import Engine
 
     console = Console()
     with _progress(console, silent=as_json) as on_progress:
         result = Engine().evaluate(
-            targets,
+            adapters,
             jobs=jobs or (),
             all_jobs=all_jobs,
             dataset=dataset,

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
 from types import FrameType
 
 import typer
 
-from alto.runs import JournalEntry, events
+from alto.runs import JournalEntry, events, resume_command
 
 __all__ = ["Interrupt", "catching_signals"]
 
@@ -17,15 +20,24 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupt:
-    """Whether the user wants the task to stop.
+    """Whether the user wants the work to stop, and what the user is told when a signal comes.
+
+    Args:
+        what: What can be resumed: ``run`` or ``queue``.
 
     Attributes:
-        exit_code: 128 and the signal's number, as shells have it.
+        exit_code: 128 and the signal's number, as shells have it; 0 before a signal came.
+        announce: Called with a sentence for the user when a signal came, on a thread of its own; writes it on stderr,
+            unless a live table takes its place.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, what: str = "run") -> None:
         self.exit_code = 0
+        self.announce: Callable[[str], None] = _write
+        self._what = what
+        self._num_announced = 0
         self._is_asked = False
+        self._has_begun = what == "run"  # before a queue begins, its tasks are measured
         self._has_ended = False
 
     def requested(self) -> bool:
@@ -42,28 +54,98 @@ class Interrupt:
                 self._has_ended = True
             case events.QueueCompleted() | events.QueueInterrupted():
                 self._has_ended = True
+            case events.QueueStarted():
+                self._has_begun = True
             case events.TaskResumed() | events.QueueResumed():  # earlier entries are of an earlier process
+                self._has_begun = True
                 self._has_ended = False
 
     def handle(self, number: int, _: FrameType | None) -> None:
         """The signal handler."""
-        at_once = self.exit_code != 0 or not self._is_asked or self._has_ended
+        at_once = self.exit_code != 0 or not self._can_stop_cleanly
         self.exit_code = 128 + number
         if at_once:
             raise KeyboardInterrupt
-        with contextlib.suppress(OSError):  # a closed terminal cannot be written to
-            typer.echo("Stopping after this step; once more stops at once.", err=True)
+
+    def on_signal(self) -> None:
+        """Tell the user what the signal that has just come does."""
+        self._num_announced += 1
+        if self._num_announced > 1:
+            text = f"Stopping at once; what the {self._what} trained since its last checkpoint will be trained again."
+        elif not self._can_stop_cleanly:
+            text = "Stopping at once."
+        elif not self._has_begun:
+            text = "Stopping after this measurement; nothing was trained yet. Press Ctrl-C again to stop at once."
+        else:
+            text = f"Stopping after this step; the {self._what} can be resumed. Press Ctrl-C again to stop at once."
+        with contextlib.suppress(OSError, ValueError):  # a closed terminal, or stream, cannot be written to
+            self.announce(text)
+
+    def how_to_continue(self, stop: KeyboardInterrupt, root: Path | None) -> str:
+        """What the user does after a stop at once: the command that resumes what was begun, whole.
+
+        Args:
+            stop: The exception; the engine adds a note with the command where a run or queue had begun.
+            root: The run or queue that was to be resumed; None where it was to begin.
+        """
+        notes = getattr(stop, "__notes__", ())
+        if notes:
+            return str(notes[0])
+        if root is not None:
+            return f"continue with: {resume_command(root)}"
+        return f"the {self._what} had not begun, so there is nothing to resume"
+
+    @property
+    def _can_stop_cleanly(self) -> bool:
+        return self._is_asked and not self._has_ended
+
+
+def _write(text: str) -> None:
+    typer.echo(text, err=True)
 
 
 @contextlib.contextmanager
-def catching_signals() -> Iterator[Interrupt]:
-    """Handle signals within the block."""
-    interrupt = Interrupt()
+def catching_signals(what: str = "run") -> Iterator[Interrupt]:
+    """Handle signals within the block.
+
+    Args:
+        what: What can be resumed: ``run`` or ``queue``.
+    """
+    interrupt = Interrupt(what)
     # Ignored signals stay ignored: nohup, a shell's background jobs.
     heeded = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, interrupt.handle) for number in heeded}
+    with _announcing(interrupt, heeded):
+        before = {number: signal.signal(number, interrupt.handle) for number in heeded}
+        try:
+            yield interrupt
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _announcing(interrupt: Interrupt, numbers: Collection[int]) -> Iterator[None]:
+    """Within the block, a thread calls :meth:`Interrupt.on_signal` as soon as one of these signals comes.
+
+    The signal handler itself runs only between two instructions of Python on the main thread, which may be inside one
+    long call of torch. The interpreter's wake-up file descriptor is written to before that.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+
+    def watch() -> None:
+        while number := os.read(reader, 1)[0]:
+            if number in numbers:
+                interrupt.on_signal()
+
+    watcher = threading.Thread(target=watch, name="alto-signals", daemon=True)
+    watcher.start()
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     try:
-        yield interrupt
+        yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        signal.set_wakeup_fd(before)
+        os.write(writer, b"\0")  # no signal has this number: it ends the watcher
+        watcher.join()
+        os.close(reader)
+        os.close(writer)

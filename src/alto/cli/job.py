@@ -9,9 +9,10 @@ from typing import Annotated, Any
 import typer
 
 from alto.cli.answers import wait_for_answer
+from alto.cli.completion import complete_job_key
 from alto.cli.paths import Run
 from alto.errors import JobCommandError
-from alto.runs import Action, Mailbox, QueueDir, RunDir, read_history
+from alto.runs import Action, Mailbox, QueueDir, RunDir, read_history, resume_command
 from alto.spec import JobConfig, parse_override
 from alto.spec.method import find_method
 
@@ -41,7 +42,12 @@ def clone(
     job: JobName,
     changes: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="A setting of the clone that differs from the job's."),
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="A setting of the clone that differs from the job's.",
+            autocompletion=complete_job_key,
+        ),
     ] = None,
     warm: Annotated[
         bool, typer.Option("--warm", help="Start from the job's best weights instead of new ones.")
@@ -69,7 +75,7 @@ def _ask(
     command = mailbox.send(action, job, changes=changes, warm=warm)
     is_live, answer = wait_for_answer(run_dir, mailbox, command, wait_s)
     if answer is None and not is_live:
-        typer.echo(f"No process works on this run; the command takes effect with: alto resume {_resumed(run_dir)}")
+        typer.echo(f"No process works on this run; the command takes effect with: {resume_command(_resumed(run_dir))}")
     elif answer is None:
         typer.echo(f"No answer within {wait_s:g} s; the command takes effect before the next step, or on resumption.")
     elif answer.done:

@@ -7,10 +7,15 @@ from typing import Annotated
 
 import typer
 
+from alto.cli.completion import complete_task_key
+
 __all__ = ["AsJson", "OutputDir", "Overrides", "Quiet", "Strategy", "TrustRemoteCode"]
 
 OutputDir = Annotated[Path, typer.Option("--output-dir", "-o", help="Folder in which run directories are made.")]
-Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the file.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the file.", autocompletion=complete_task_key),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON and nothing else.")]
 Strategy = Annotated[
     str, typer.Option("--strategy", help="How a task uses several GPUs: adapter_parallel, or single for one process.")

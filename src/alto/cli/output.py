@@ -9,6 +9,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -16,32 +17,51 @@ from rich.console import Console
 from rich.text import Text
 
 from alto.errors import AltoError
-from alto.runs import JournalEntry, Observer, QueueProgress
+from alto.runs import JournalEntry, Observer, QueueProgress, resume_command
 
 if TYPE_CHECKING:
+    from alto.cli.interrupt import Interrupt
     from alto.results import TaskResult
 
-__all__ = ["print_error", "print_json", "print_notices", "progress", "queue_progress", "result_facts"]
+__all__ = [
+    "print_error",
+    "print_interrupted",
+    "print_json",
+    "print_notices",
+    "print_stop",
+    "progress",
+    "queue_progress",
+    "result_facts",
+]
 
 
 @contextlib.contextmanager
-def progress(console: Console, *, silent: bool) -> Iterator[list[Observer]]:
-    """Observers that show a run: the live table on a terminal, plain lines elsewhere, none when ``silent``."""
+def progress(console: Console, interrupt: Interrupt, *, silent: bool) -> Iterator[list[Observer]]:
+    """Observers that show a run: the live table on a terminal, plain lines elsewhere, none when ``silent``.
+
+    Args:
+        console: Where it is shown.
+        interrupt: Tells the user what a signal does, inside the live table while there is one.
+        silent: Whether nothing is shown.
+    """
     if silent:
         yield []
         return
     from alto.export import open_view
 
-    with open_view(console) as view:
+    with open_view(console) as view, _announced_in(view, interrupt):
         yield [_until_pipe_closes(view.observe)]
 
 
 @contextlib.contextmanager
-def queue_progress(console: Console, known: QueueProgress, *, silent: bool) -> Iterator[list[Observer]]:
+def queue_progress(
+    console: Console, interrupt: Interrupt, known: QueueProgress, *, silent: bool
+) -> Iterator[list[Observer]]:
     """Observers that keep and show the progress of a queue, as :func:`progress` does for a run.
 
     Args:
         console: Where it is shown.
+        interrupt: As of :func:`progress`.
         known: The progress before the first observed entry; it is updated.
         silent: Whether nothing is shown.
     """
@@ -50,8 +70,23 @@ def queue_progress(console: Console, known: QueueProgress, *, silent: bool) -> I
     if silent:
         yield [known.apply]
         return
-    with open_queue_view(console, known) as view:
+    with open_queue_view(console, known) as view, _announced_in(view, interrupt):
         yield [_until_pipe_closes(view.observe)]
+
+
+@contextlib.contextmanager
+def _announced_in(view: object, interrupt: Interrupt) -> Iterator[None]:
+    """Within the block, a live table shows what a signal does: a line on stderr could scroll away above it."""
+    from alto.export import LiveQueueView, LiveView
+
+    if not isinstance(view, LiveView | LiveQueueView):
+        yield
+        return
+    before, interrupt.announce = interrupt.announce, view.announce
+    try:
+        yield
+    finally:
+        interrupt.announce = before
 
 
 def _until_pipe_closes(observe: Observer) -> Observer:
@@ -73,6 +108,21 @@ def print_error(error: AltoError) -> None:
 
     # Text, not markup: rich would read rows.jsonl:100: as an emoji.
     Console(stderr=True).print(Text(visible(f"{type(error).__name__}: {error}")), soft_wrap=True)
+
+
+def print_stop(how_to_continue: str) -> None:
+    """Print on stderr that the work was stopped at once, and what continues it; a command is not wrapped."""
+    from alto.export.preview import visible
+
+    Console(stderr=True).print(Text(visible(f"Stopped at once; {how_to_continue}")), soft_wrap=True)
+
+
+def print_interrupted(console: Console, root: Path) -> None:
+    """Print that no process works on the run or queue in ``root``, and the command that resumes it, not wrapped."""
+    from alto.export.preview import visible
+
+    text = f"no process works on it; continue with: {resume_command(root)}"
+    console.print(Text(visible(text)), soft_wrap=True)
 
 
 def print_notices(results: Sequence[TaskResult]) -> None:

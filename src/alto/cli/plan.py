@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from alto.cli.completion import complete_task_key
 from alto.cli.options import Strategy
 from alto.cli.output import print_json
 from alto.records import TaskPlan
@@ -20,7 +21,10 @@ __all__ = ["plan"]
 def plan(
     files: Annotated[list[Path], typer.Argument(help="Task files (YAML).")],
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of every file.")
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Override a key of every file.", autocompletion=complete_task_key
+        ),
     ] = None,
     gpu_hour_price: Annotated[
         float | None, typer.Option("--gpu-hour-price", min=0, help="Price of an hour of the device, for the cost.")

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from alto.cli.completion import complete_task_key
 from alto.cli.output import print_json
 from alto.spec import Task, build_task, load_task
 
@@ -29,7 +30,10 @@ def preview(
         str | None, typer.Option("--format", help="Form of the rows; by default found from their columns.")
     ] = None,
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the task.")
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Override a key of the task.", autocompletion=complete_task_key
+        ),
     ] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Mark trained tokens with ⟦…⟧ instead of colour.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON and nothing else.")] = False,

@@ -1,4 +1,4 @@
-"""``alto submit``, ``cancel``, ``drain`` and ``list``: a queue that ``alto run`` works on, from another terminal."""
+"""``alto submit``, ``cancel`` and ``drain``: a queue that ``alto run`` works on, from another terminal."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from alto.cli.answers import wait_for_answer
+from alto.cli.completion import complete_queue
 from alto.cli.options import Overrides
-from alto.cli.output import print_json
 from alto.cli.paths import reachable
 from alto.errors import QueueCommandError
-from alto.runs import QueueAction, QueueDir, QueueMailbox, QueueProgress, RunStatus, TaskHistory
+from alto.runs import QueueAction, QueueDir, QueueMailbox, resume_command
 from alto.spec import load_task
 
-__all__ = ["cancel", "drain", "list_tasks", "submit"]
+__all__ = ["cancel", "drain", "submit"]
 
-QueueFolder = Annotated[Path, typer.Argument(metavar="QUEUE", help="Folder of the queue.", callback=reachable)]
+QueueFolder = Annotated[
+    Path,
+    typer.Argument(metavar="QUEUE", help="Folder of the queue.", callback=reachable, autocompletion=complete_queue),
+]
 Wait = Annotated[float, typer.Option("--wait", min=0, help="Seconds to wait for the queue's answer.")]
 
 _NO_PROCESS = "No process works on this queue."
@@ -83,38 +85,6 @@ def drain(
     _show_answers(queue_dir, mailbox, [command], wait_s, remains=False)
 
 
-def list_tasks(
-    queue: QueueFolder,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the tasks as JSON and nothing else.")] = False,
-) -> None:
-    """List the tasks of the queue and their progress; only reads its files."""
-    queue_dir = QueueDir.open(queue)
-    is_live = queue_dir.run.is_locked()
-    progress = QueueProgress.read(queue_dir.root)
-    tasks = list(progress.queue.tasks.values())
-    num_commands = QueueMailbox(queue_dir.run).num_pending
-    if as_json:
-        status = progress.queue.status(is_live=is_live)
-        print_json(
-            {"state": status.value, "commands": num_commands, "tasks": [_facts(progress, task) for task in tasks]}
-        )
-        return
-    from alto.export import task_list
-
-    console = Console()
-    console.print(task_list(progress))
-    if progress.queue.status(is_live=is_live) is RunStatus.INTERRUPTED:
-        console.print(
-            f"no process works on it; continue with: alto resume {queue_dir.root}", soft_wrap=True, markup=False
-        )
-    if num_commands and not is_live:
-        console.print(
-            f"commands that wait for the next process: {num_commands}; alto resume {queue_dir.root}",
-            soft_wrap=True,
-            markup=False,
-        )
-
-
 def _show_answers(
     queue_dir: QueueDir, mailbox: QueueMailbox, commands: Sequence[str], wait_s: float, *, remains: bool = True
 ) -> None:
@@ -133,7 +103,7 @@ def _show_answers(
             otherwise = ", or on resumption" if remains else ""
             typer.echo(f"No answer within {wait_s:g} s; the command takes effect as soon as possible{otherwise}.")
         elif answer is None and remains:
-            typer.echo(f"{_NO_PROCESS[:-1]}; the command takes effect with: alto resume {queue_dir.root}")
+            typer.echo(f"{_NO_PROCESS[:-1]}; the command takes effect with: {resume_command(queue_dir.root)}")
         elif answer is None:
             typer.echo(_NO_PROCESS)
         elif answer.done:
@@ -142,19 +112,3 @@ def _show_answers(
             refusals.append(answer.message)
     if refusals:
         raise QueueCommandError("\n".join(refusals))
-
-
-def _facts(progress: QueueProgress, task: TaskHistory) -> dict[str, object]:
-    return {
-        "task": task.task,
-        "state": task.state.value,
-        "is_cancelled": task.is_cancelled,
-        "tenant": task.tenant,
-        "priority": task.priority,
-        "num_gpus": task.num_gpus,
-        "expected_s": task.duration_s,
-        "done": progress.share(task),
-        "attempts": len(task.attempts),
-        "failure": task.failure or None,
-        "unreadable": progress.unreadable.get(task.task),
-    }

@@ -4,25 +4,33 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from alto.cli.paths import Run
+from alto.cli.output import print_interrupted
+from alto.cli.paths import AnyRun, run_to_show
+from alto.runs import RunStatus
 
 __all__ = ["report"]
 
 
 def report(
-    run: Run,
+    run: AnyRun = None,
 ) -> None:
     """Show the jobs of RUN, or the tasks of a queue, and write its report.html again."""
     from alto.export import final_summary, queue_summary, write_queue_report, write_report
     from alto.runs import QueueDir, QueueProgress, RunDir, read_history
 
     console = Console()
-    if QueueDir.exists(run):
-        path = write_queue_report(run)
-        console.print(queue_summary(QueueProgress.read(run), run))
-        console.print(f"report:   {path}", soft_wrap=True, highlight=False, markup=False)
-        return
-    history = read_history(run)
-    path = write_report(run)
-    console.print(final_summary(history, run, max_rows=None, is_live=RunDir(run).is_locked()))
-    console.print(f"report:  {path}", soft_wrap=True, highlight=False, markup=False)
+    root = run_to_show(run, "report")
+    is_live = RunDir(root).is_locked()
+    if QueueDir.exists(root):
+        path = write_queue_report(root)
+        progress = QueueProgress.read(root)
+        console.print(queue_summary(progress, root, is_live=is_live))
+        status, label = progress.queue.status(is_live=is_live), "report:   "
+    else:
+        history = read_history(root)
+        path = write_report(root)
+        console.print(final_summary(history, root, max_rows=None, is_live=is_live))
+        status, label = history.status(is_live=is_live), "report:  "
+    if status is RunStatus.INTERRUPTED:
+        print_interrupted(console, root)
+    console.print(f"{label}{path}", soft_wrap=True, highlight=False, markup=False)

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from alto.cli.options import AsJson, Quiet, Strategy, TrustRemoteCode
-from alto.cli.paths import Run
+from alto.cli.paths import InterruptedRun, interrupted_run
 from alto.cli.run import work_on_queue
 from alto.cli.tune import train
 from alto.runs import QueueDir, QueueProgress
@@ -16,7 +16,7 @@ __all__ = ["resume"]
 
 
 def resume(
-    run: Run,
+    run: InterruptedRun = None,
     num_gpus: Annotated[
         int | None, typer.Option("--num-gpus", min=1, help="Number of GPUs from now on; not for a queue.")
     ] = None,
@@ -36,27 +36,30 @@ def resume(
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Resume an interrupted RUN, or queue of runs, from its last checkpoint.
+    """Resume an interrupted RUN or queue from its last checkpoint; by default the latest interrupted one in ./runs.
 
     A queue keeps the strategy it began with.
     """
-    if QueueDir.exists(run):
+    root = interrupted_run(run)
+    if QueueDir.exists(root):
         work_on_queue(
             lambda engine: (
-                run,
-                engine.resume_queue(run, trust_remote_code=trust_remote_code, keep_open=wait_for_tasks),
+                root,
+                engine.resume_queue(root, trust_remote_code=trust_remote_code, keep_open=wait_for_tasks),
             ),
-            QueueProgress.before_resume(run),
+            QueueProgress.before_resume(root),
             as_json=as_json,
             quiet=quiet,
-            output_dir=run.parent,
+            queue=root,
+            output_dir=root.parent,
             cluster=cluster,
         )
     else:
         train(
-            lambda engine: engine.resume(run, num_gpus=num_gpus, trust_remote_code=trust_remote_code),
+            lambda engine: engine.resume(root, num_gpus=num_gpus, trust_remote_code=trust_remote_code),
             strategy=strategy,
-            output_dir=run.parent,
+            output_dir=root.parent,
             as_json=as_json,
             quiet=quiet,
+            run=root,
         )

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from alto.cli.interrupt import catching_signals
 from alto.cli.options import AsJson, OutputDir, Overrides, Quiet, Strategy
-from alto.cli.output import print_error, print_json, print_notices, queue_progress, result_facts
+from alto.cli.output import print_error, print_json, print_notices, print_stop, queue_progress, result_facts
 from alto.errors import SpecError, TaskInterruptedError
 from alto.runs import QueueDir, QueueProgress
 from alto.spec import load_task
@@ -103,24 +103,32 @@ def work_on_queue(
     *,
     as_json: bool,
     quiet: bool,
+    queue: Path | None = None,
     **settings: object,
 ) -> None:
-    """Run ``work``, which returns a queue's folder and results, on an engine with ``settings``, and show its
-    ``progress``, which may have begun before."""
+    """Let an engine work on a queue, and show it.
+
+    Args:
+        work: Works on the queue; returns its folder and results.
+        progress: Of the queue, which may have begun before; it is updated.
+        as_json, quiet: What is printed at the end, instead of the table.
+        queue: The queue that is resumed; None for a new one.
+        settings: Of the engine.
+    """
     from alto.engine import Engine
     from alto.export import queue_summary
 
     console = Console()
-    with catching_signals() as interrupt:
+    with catching_signals("queue") as interrupt:
         try:
-            with queue_progress(console, progress, silent=quiet or as_json) as views:
+            with queue_progress(console, interrupt, progress, silent=quiet or as_json) as views:
                 observers = [interrupt.observe, *views]
                 root, results = work(Engine(observers=observers, is_interrupted=interrupt.requested, **settings))  # type: ignore[arg-type]
         except TaskInterruptedError as error:
             print_error(error)
             raise typer.Exit(interrupt.exit_code or 1) from None
-        except KeyboardInterrupt:
-            typer.echo("Stopped at once; continue a queue that had begun with: alto resume QUEUE", err=True)
+        except KeyboardInterrupt as stop:
+            print_stop(interrupt.how_to_continue(stop, queue))
             raise typer.Exit(interrupt.exit_code or 130) from None
     if as_json:
         print_json({"tasks": [result_facts(result) for result in results]})

@@ -10,15 +10,25 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from alto.cli.output import print_json
-from alto.cli.paths import Run
-from alto.runs import QueueDir, QueueProgress, RunDir, RunHistory, gpus_to_json, read_history
+from alto.cli.output import print_interrupted, print_json
+from alto.cli.paths import AnyRun, run_to_show
+from alto.runs import (
+    QueueDir,
+    QueueProgress,
+    RunDir,
+    RunHistory,
+    RunStatus,
+    TaskStage,
+    gpus_to_json,
+    read_history,
+)
+from alto.runs.progress import outlook, share_done
 
 __all__ = ["show"]
 
 
 def show(
-    run: Run,
+    run: AnyRun = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the state as JSON and nothing else.")] = False,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Keep showing it until the run stops.")] = False,
     every_s: Annotated[
@@ -26,47 +36,56 @@ def show(
     ] = 1.0,
 ) -> None:
     """Show the jobs of RUN, or the tasks of a queue, and their progress; only reads the run's files."""
-    from alto.export import final_summary, watch_run
+    from alto.export import watch_run
 
     console = Console()
-    if QueueDir.exists(run):
-        _show_queue(console, run, as_json=as_json, watch=watch, every_s=every_s)
+    root = run_to_show(run, "show")
+    if QueueDir.exists(root):
+        _show_queue(console, root, as_json=as_json, watch=watch, every_s=every_s)
         return
-    run_dir = RunDir.open(run)
+    run_dir = RunDir.open(root)
     if watch and not as_json and console.is_terminal:
         with contextlib.suppress(KeyboardInterrupt):
             watch_run(console, run_dir, every_s)
-        history = read_history(run_dir.root)
-        console.print(final_summary(history, run_dir.root, max_rows=None, is_live=run_dir.is_locked()))
+        _show_run(console, run_dir, as_json=False)
         return
-    while True:
-        is_live = run_dir.is_locked()
-        history = read_history(run_dir.root)
-        if as_json:
-            print_json(_facts(run_dir, history, is_live=is_live))
-        else:
-            console.print(final_summary(history, run_dir.root, max_rows=None, is_live=is_live))
-        if not (watch and is_live):
-            return
+    while _show_run(console, run_dir, as_json=as_json) and watch:
         time.sleep(every_s)
+
+
+def _show_run(console: Console, run_dir: RunDir, *, as_json: bool) -> bool:
+    """Show a run once; returns whether a process works on it."""
+    from alto.export import final_summary
+
+    is_live, now = run_dir.is_locked(), time.time()
+    history = read_history(run_dir.root)
+    if as_json:
+        print_json(_facts(run_dir, history, is_live=is_live, now=now))
+        return is_live
+    console.print(final_summary(history, run_dir.root, max_rows=None, is_live=is_live, now=now))
+    if history.status(is_live=is_live) is RunStatus.INTERRUPTED:
+        print_interrupted(console, run_dir.root)
+    return is_live
 
 
 def _show_queue(console: Console, queue: Path, *, as_json: bool, watch: bool, every_s: float) -> None:
     from alto.export import queue_summary
 
     while True:
-        is_live = RunDir(queue).is_locked()
+        is_live, now = RunDir(queue).is_locked(), time.time()
         progress = QueueProgress.read(queue)
         if as_json:
-            print_json(_queue_facts(queue, progress, is_live=is_live))
+            print_json(_queue_facts(queue, progress, is_live=is_live, now=now))
         else:
             console.print(queue_summary(progress, queue, is_live=is_live))
+            if progress.queue.status(is_live=is_live) is RunStatus.INTERRUPTED:
+                print_interrupted(console, queue)
         if not (watch and is_live):
             return
         time.sleep(every_s)
 
 
-def _queue_facts(queue: Path, progress: QueueProgress, *, is_live: bool) -> dict[str, Any]:
+def _queue_facts(queue: Path, progress: QueueProgress, *, is_live: bool, now: float) -> dict[str, Any]:
     history = progress.queue
     return {
         "queue_dir": str(queue),
@@ -80,6 +99,7 @@ def _queue_facts(queue: Path, progress: QueueProgress, *, is_live: bool) -> dict
                 "num_gpus": task.num_gpus,
                 "expected_s": task.duration_s,
                 "done": progress.share(task),
+                **_outlook(progress.runs.get(task.task), is_live=is_live and task.state is TaskStage.RUNNING, now=now),
                 "best_validation_loss": progress.best_loss(task),
                 "failure": task.failure or None,
                 "unreadable": progress.unreadable.get(task.task),
@@ -98,7 +118,15 @@ def _queue_facts(queue: Path, progress: QueueProgress, *, is_live: bool) -> dict
     }
 
 
-def _facts(run: RunDir, history: RunHistory, *, is_live: bool) -> dict[str, Any]:
+def _outlook(history: RunHistory | None, *, is_live: bool, now: float) -> dict[str, float | None]:
+    """Remaining seconds and tokens per second of a run that a process works on; null elsewhere."""
+    if history is None or not is_live:
+        return {"remaining_s": None, "tokens_per_s": None}
+    found = outlook(history, now)
+    return {"remaining_s": found.remaining_s, "tokens_per_s": found.tokens_per_s}
+
+
+def _facts(run: RunDir, history: RunHistory, *, is_live: bool, now: float) -> dict[str, Any]:
     best = history.best
     return {
         "run_dir": str(run.root),
@@ -121,6 +149,9 @@ def _facts(run: RunDir, history: RunHistory, *, is_live: bool) -> dict[str, Any]
             }
             for scored in history.rung_scores
         ],
+        "done": share_done(history),
+        "decided": history.decided_share,
+        **_outlook(history, is_live=is_live and history.result is None, now=now),
         "samples_trained": history.samples_trained,
         "samples_saved": history.samples_saved,
         "samples_budgeted": history.samples_budgeted,

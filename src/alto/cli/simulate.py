@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from alto.cli.completion import complete_simulation_key
 from alto.cli.output import print_json
 from alto.errors import SpecError
 from alto.records import SimulationOutcome
@@ -30,7 +31,10 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 def simulate(
     file: Annotated[Path, typer.Argument(help="Simulation file (YAML).")],
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the file.")
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Override a key of the file.", autocompletion=complete_simulation_key
+        ),
     ] = None,
     methods: Annotated[
         list[str] | None, typer.Option("--method", help="Schedule by this method; may be given again.")

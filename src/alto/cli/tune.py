@@ -11,7 +11,7 @@ from rich.console import Console
 
 from alto.cli.interrupt import catching_signals
 from alto.cli.options import AsJson, OutputDir, Overrides, Quiet, Strategy
-from alto.cli.output import print_error, print_json, print_notices, progress, result_facts
+from alto.cli.output import print_error, print_json, print_notices, print_stop, progress, result_facts
 from alto.errors import TaskInterruptedError
 from alto.spec import load_task
 
@@ -52,8 +52,16 @@ def train(
     output_dir: Path,
     as_json: bool,
     quiet: bool,
+    run: Path | None = None,
 ) -> None:
-    """Let an engine work on one task, and show it."""
+    """Let an engine work on one task, and show it.
+
+    Args:
+        work: Trains the task on an engine.
+        strategy, output_dir: As the engine takes them.
+        as_json, quiet: What is printed at the end, instead of the table.
+        run: The run that is resumed; None for a new one.
+    """
     from alto.engine import Engine
     from alto.export import final_summary
     from alto.runs import read_history
@@ -61,7 +69,7 @@ def train(
     console = Console()
     with catching_signals() as interrupt:
         try:
-            with progress(console, silent=quiet or as_json) as views:
+            with progress(console, interrupt, silent=quiet or as_json) as views:
                 observers = [interrupt.observe, *views]
                 engine = Engine(
                     strategy=strategy,
@@ -74,8 +82,8 @@ def train(
         except TaskInterruptedError as error:
             print_error(error)
             raise typer.Exit(interrupt.exit_code or 1) from None
-        except KeyboardInterrupt:
-            typer.echo("Stopped at once; continue a run from its last checkpoint with: alto resume RUN", err=True)
+        except KeyboardInterrupt as stop:
+            print_stop(interrupt.how_to_continue(stop, run))
             raise typer.Exit(interrupt.exit_code or 130) from None
     if as_json:
         print_json(result_facts(result))

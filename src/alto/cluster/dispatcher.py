@@ -25,7 +25,7 @@ from alto.runs import (
 )
 from alto.runs import events as journaled
 from alto.runs.events import NO_SEQ, TaskRelayed
-from alto.scheduler import remaining_duration_s
+from alto.runs.progress import remaining_duration_s, share_done
 from alto.scheduler.queue import (
     Action,
     Failed,
@@ -224,9 +224,9 @@ class Dispatcher:
         self._show(
             JournalEntry(seq=NO_SEQ, time=written.entry.time, event=TaskRelayed(task=written.task, entry=written.entry))
         )
-        event, share = written.entry.event, attempt.history.settled_share
+        event = written.entry.event
         if isinstance(event, journaled.TaskStarted | journaled.TaskResumed):
-            attempt.began_at, attempt.share_before = self._clock(), share
+            attempt.began_at, attempt.share_before = self._clock(), share_done(attempt.history)
             attempt.start_s = attempt.began_at - attempt.launched_at
             return Started(time_s=self._now_s(), task=written.task, attempt=written.attempt)
         if isinstance(event, journaled.GpusOffered) and _is_valid(event):
@@ -244,7 +244,7 @@ class Dispatcher:
                 self._expected_s(attempt, elapsed_s),
                 elapsed_s=elapsed_s,
                 share_before=attempt.share_before,
-                share_done=share,
+                share_done=share_done(attempt.history),
             )
             return Progressed(time_s=self._now_s(), task=written.task, attempt=written.attempt, remaining_s=remaining_s)
         return None
@@ -284,7 +284,7 @@ class Dispatcher:
             reason=ended.reason,
             is_retryable=ended.outcome is Outcome.LOST
             or (ended.outcome is Outcome.INTERRUPTED and run.retry_interrupted),
-            remaining_s=max(attempt.expected_s * (1.0 - attempt.history.settled_share), 1.0),
+            remaining_s=max(attempt.expected_s * (1.0 - share_done(attempt.history)), 1.0),
             came_further=run.how_far is not None and _is_beyond(run.how_far(), attempt.far),
         )
 
@@ -408,7 +408,7 @@ class Dispatcher:
 def _share_of(state: TaskState, attempt: RunningAttempt | None) -> float:
     if state is TaskState.FINISHED:
         return 1.0
-    return attempt.history.settled_share if attempt is not None else 0.0
+    return share_done(attempt.history) if attempt is not None else 0.0
 
 
 def _state_after_drain(state: TaskState, ended: ExecutorEnded | None) -> TaskState:

@@ -87,7 +87,8 @@ class TaskStatus:
         gpus: Its own while it runs; else none.
         attempt: Number of executors that were started for it.
         expected_s: Estimated seconds of it, or its next attempt, from start to end.
-        share_done: Share of its samples that are trained or saved by early exit, in [0, 1], as last reported.
+        share_done: Of the samples that it is expected to train, the share that it has trained, in [0, 1], as last
+            reported.
         num_failures: Executors in a row that ended as failures that count.
         reason: Why it failed last, or was given up.
         ended: How its latest executor ended; None where none has.

@@ -92,8 +92,8 @@ def _warmup_notes(rungs: Sequence[Rung], longest: float) -> tuple[str, ...]:
             "warmup_ratio of the jobs where it is the longest, or set early_exit.rungs, to save more.",
         )
     return (
-        f"{rises}, and the rung at {100 * first:.3g} % ranks it before a quarter of that; move the rung, or give all "
-        "jobs the same rise.",
+        f"{rises}, and the rung at {100 * first:.3g} % ranks it before a quarter of that; use a later rung, or give "
+        "all jobs the same rise.",
     )
 
 
@@ -104,7 +104,7 @@ def _hasty_notes(rungs: Sequence[Rung], steps: Sequence[int]) -> tuple[str, ...]
         return ()
     return (
         f"{hasty} of {len(steps)} jobs have so few steps (the shortest {min(steps)}) that rungs fall on their first "
-        "step or on one another: they are ranked by too little training; move the rungs, for example "
+        "step or on one another: selection would happen after one step; use later rungs, for example "
         "early_exit: {rungs: [[0.25, 0.5]]}, or train longer.",
     )
 

@@ -25,8 +25,10 @@ from alto.runs import (
     RunDir,
     has_result,
     load_run_task,
+    note_resumption,
     read_history,
     read_intact_entries,
+    resume_command,
     task_outcome,
 )
 from alto.runs.events import CheckpointSaved, TaskRelayed, TaskResumed
@@ -92,7 +94,12 @@ class LaunchedRunner:
         )
 
     def _train(self, run_dir: RunDir, task: Task) -> TaskOutcome:
-        ended, num_in_vain = self._launch(TRAIN, run_dir, task)
+        try:
+            ended, num_in_vain = self._launch(TRAIN, run_dir, task)
+        except KeyboardInterrupt as stop:
+            if _entries(run_dir):
+                note_resumption(stop, run_dir.root)
+            raise
         if ended.outcome is Outcome.FINISHED or has_result(run_dir):
             result = task_outcome(read_history(run_dir.root), run_dir)
             return replace(result, notices=(ended.reason,) if ended.reason else ())
@@ -100,11 +107,11 @@ class LaunchedRunner:
         if error is not None and (ended.outcome is Outcome.FAILED or isinstance(error, TaskInterruptedError)):
             raise error
         if self._is_interrupted():
-            raise TaskInterruptedError(f"{ended.reason}; continue with: alto resume {run_dir.root}")
+            raise TaskInterruptedError(f"{ended.reason}; continue with: {resume_command(run_dir.root)}")
         times = f", {num_in_vain} times without progress" if num_in_vain > 1 else ""
         raise error or RunError(
             f"expected {run_dir.root} to be trained, found that {ended.reason}{times}; "
-            f"fix the cause, then continue with: alto resume {run_dir.root}"
+            f"fix the cause, then continue with: {resume_command(run_dir.root)}"
         )
 
     def _launch(self, entry: str, run_dir: RunDir, task: Task) -> tuple[ExecutorEnded, int]:

@@ -16,6 +16,7 @@ from alto.runs import (
     has_result,
     read_history,
     read_queue_history,
+    resume_command,
     task_outcome,
 )
 
@@ -43,7 +44,7 @@ def queue_results(queue_dir: QueueDir) -> list[TaskResult]:
         raise TasksFailedError(
             f"expected all {len(entries)} tasks of {queue_dir.root} to end with an adapter, found {len(failed)} "
             f"that were given up ({reasons}); the others have theirs. Fix the cause, then try them again with: "
-            f"alto resume {queue_dir.root}",
+            f"{resume_command(queue_dir.root)}",
             results=results,
         )
     return results

@@ -30,7 +30,17 @@ from alto.engine.work import TRAIN
 from alto.errors import RunError, SpecError, TaskInterruptedError, UntrustedCodeError
 from alto.records import Placement, Schedule, TaskEstimate
 from alto.results import TaskResult
-from alto.runs import Journal, JournalEntry, Observer, QueueDir, QueueEntry, has_result, load_run_task
+from alto.runs import (
+    Journal,
+    JournalEntry,
+    Observer,
+    QueueDir,
+    QueueEntry,
+    has_result,
+    load_run_task,
+    note_resumption,
+    resume_command,
+)
 from alto.runs.events import NO_SEQ, QueuedTask, QueueResumed, QueueStarted, TaskMeasured
 from alto.scheduler import METHODS, SchedulingProblem
 from alto.scheduler.queue import Queue, QueueSettings
@@ -263,7 +273,10 @@ class QueueRunner:
                     with _saving(live, controller):
                         yield TaskQueue(queue_dir, live, controller)
         except TaskInterruptedError as error:
-            raise TaskInterruptedError(f"{error}; continue with: alto resume {queue_dir.root}") from None
+            raise TaskInterruptedError(f"{error}; continue with: {resume_command(queue_dir.root)}") from None
+        except KeyboardInterrupt as error:
+            note_resumption(error, queue_dir.root)
+            raise
         finally:
             solver.close()
             write_report_of(queue_dir)

@@ -40,7 +40,16 @@ from alto.export import export_best, write_report
 from alto.lora import adapter_base_model
 from alto.objectives import find_objective
 from alto.records import TaskOutcome, TaskPlan
-from alto.runs import Journal, Observer, RunDir, SilentJournal, load_run_task, read_history, task_outcome
+from alto.runs import (
+    Journal,
+    Observer,
+    RunDir,
+    SilentJournal,
+    load_run_task,
+    note_resumption,
+    read_history,
+    task_outcome,
+)
 from alto.runs.events import BaseDescription
 from alto.search import check_installed
 from alto.spec import MixtureSource, Task, read_run_task
@@ -218,7 +227,8 @@ class TaskRunner:
                     )
                     run = OpenRun(TaskSession.build(context, journal, start, self._hooks(prepared), bank))
                     yield run
-            except BaseException:
+            except BaseException as error:
+                note_resumption(error, run_dir.root)
                 # The error that ended the run is raised, not one of writing its report.
                 with contextlib.suppress(AltoError, OSError):
                     if self.ranks.is_first:

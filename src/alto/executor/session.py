@@ -26,7 +26,7 @@ from alto.executor.shared_bank import SharedBank
 from alto.executor.stages import build_state, check_resumable, max_tokens_per_pass, with_references
 from alto.executor.tally import Evaluated
 from alto.executor.task_state import TaskState
-from alto.runs import Command, Journal, Mailbox
+from alto.runs import Command, Journal, Mailbox, resume_command
 from alto.scheduler import ReceivedShare
 from alto.spec.metric import score_of
 
@@ -129,7 +129,7 @@ class TaskSession:
             if ranks.broadcast(hooks.is_interrupted(), bool):
                 raise TaskInterruptedError(
                     "stopped as asked while reference log-probs were precomputed; those computed so far are on disk; "
-                    f"continue with: alto resume {start.run_dir.root}"
+                    f"continue with: {resume_command(start.run_dir.root)}"
                 )
 
         check_resumable(context, resume_state)
@@ -275,7 +275,7 @@ class TaskSession:
         return DeviceMemoryError(
             f"task {self.state.context.task.name!r}: {error}. With more memory, or a lower max_tokens_per_pass in "
             "its task.yaml, the run continues from its last checkpoint with: "
-            f"alto resume {self._start.run_dir.root}"
+            f"{resume_command(self._start.run_dir.root)}"
         )
 
     def _control_inputs(self) -> ControlInputs:
@@ -377,5 +377,5 @@ class TaskSession:
         self._recorder.task_interrupted(training)
         raise TaskInterruptedError(
             f"stopped as asked, with {len(training)} of {len(self.state.jobs)} jobs still to train and everything on "
-            f"disk; continue with: alto resume {self._start.run_dir.root}"
+            f"disk; continue with: {resume_command(self._start.run_dir.root)}"
         )

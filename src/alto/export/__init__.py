@@ -7,13 +7,15 @@ from alto.export.plain import PlainView
 from alto.export.plan import plan_text, schedule_text
 from alto.export.preview import preview_text
 from alto.export.queue_report import write_queue_report
-from alto.export.queue_view import open_queue_view, queue_summary, task_list
+from alto.export.queue_view import LiveQueueView, open_queue_view, queue_summary, task_list
 from alto.export.report import write_report
+from alto.export.run_list import run_list
 from alto.export.terminal import LiveView, final_summary, open_view
 from alto.export.watch import watch_run
 from alto.runs import RunHistory
 
 __all__ = [
+    "LiveQueueView",
     "LiveView",
     "PlainView",
     "RunHistory",
@@ -26,6 +28,7 @@ __all__ = [
     "preview_text",
     "queue_summary",
     "result_html",
+    "run_list",
     "schedule_text",
     "task_list",
     "watch_run",

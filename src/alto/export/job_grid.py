@@ -96,7 +96,7 @@ class JobGrid:
         for index, row in enumerate(self._shown):
             grid.add_row(*(column.cells[index] for column in columns), style="bold green" if row.is_best else None)
         yield grid
-        if remainder := self._remainder(left_out):
+        if remainder := self._remainder(left_out, options.max_width):
             yield Text(remainder, style="dim", no_wrap=True, overflow="ellipsis")
 
     @property
@@ -135,15 +135,16 @@ class JobGrid:
             columns.append(_Column(name=self.note_name, cells=notes, width=NARROWEST_NOTE, worth=(NOTE, 0)))
         return columns
 
-    def _remainder(self, left_out: Sequence[str]) -> str:
+    def _remainder(self, left_out: Sequence[str], width: int) -> str:
         parts = []
         if hidden := self.rows[len(self._shown) :]:
             counts = Counter(row.outcome for row in hidden)
             kinds = ", ".join(f"{number} {outcome}" for outcome, number in counts.most_common())
             parts.append(f"… and {len(hidden)} more ({kinds})")
         if left_out:
-            parts.append(f"no space for: {', '.join(left_out)}")
-        return " · ".join(parts)
+            parts.append(f"hidden columns: {', '.join(left_out)}")
+        text, advice = " · ".join(parts), " (widen the terminal)"
+        return text + advice if left_out and cell_len(text + advice) <= width else text
 
 
 def _text_column(

@@ -19,6 +19,7 @@ from alto.export.wording import (
     describe_finalists,
     describe_memory_event,
     describe_origin,
+    describe_outlook,
     describe_profile,
     describe_rungs,
     describe_scoring,
@@ -31,6 +32,7 @@ from alto.export.wording import (
 )
 from alto.records import ExitReason
 from alto.runs import JobHistory, JournalEntry, RunHistory, choice_notes, events
+from alto.runs.progress import outlook
 from alto.spec.metric import LOSS
 
 __all__ = ["PlainView"]
@@ -85,7 +87,7 @@ class PlainView:
                 self._report_notes(notes)
             case events.TaskInterrupted():
                 self._report_admitted()
-                self._say(f"interrupted at {format_share(self.history.settled_share)} settled")
+                self._say(f"interrupted with {format_share(self.history.decided_share)} of the sweep decided")
             case events.TaskCompleted():
                 self._on_completed()
             case events.WarmupEnded():
@@ -156,13 +158,13 @@ class PlainView:
 
     def _on_resumed(self) -> None:
         history = self.history
-        self._tenths_reported = int(history.settled_share * 10)
+        self._tenths_reported = int(history.decided_share * 10)
         self._best_reported = self._score(history.best) if history.best else None
         ranks = f" on {history.num_ranks} ranks" if history.num_ranks > 1 else ""
         num_ended = sum(job.has_ended for job in history.jobs.values())
         self._say(
             f"resumed{ranks}: {num_ended} of {len(history.jobs)} jobs have ended, "
-            f"{format_share(history.settled_share)} settled"
+            f"{format_share(history.decided_share)} of the sweep decided"
         )
 
     def _on_added(self, event: events.JobAdded) -> None:
@@ -225,14 +227,16 @@ class PlainView:
 
     def _report_progress(self) -> None:
         history = self.history
-        tenths = int(history.settled_share * 10)
+        tenths = int(history.decided_share * 10)
         if tenths <= self._tenths_reported or tenths == 10:
             return
         self._tenths_reported = tenths
-        self._say(
-            f"{tenths * 10} % settled: {format_count(history.samples_trained)} of "
-            f"{format_count(history.samples_budgeted)} samples trained, {format_share(history.saved_share)} saved"
-        )
+        facts = [
+            f"{format_count(history.samples_trained)} of {format_count(history.samples_budgeted)} samples trained",
+            f"{format_share(history.saved_share)} saved",
+            *describe_outlook(outlook(history, history.last_seen_at or 0.0)),
+        ]
+        self._say(f"{tenths * 10} % of the sweep decided: {', '.join(facts)}")
 
     def _on_completed(self) -> None:
         self._report_admitted()

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from alto.export.wording import clean, format_duration
+from alto.export.wording import clean, format_duration, format_share
 from alto.records import Schedule, TaskPlan
 
 __all__ = ["plan_text", "schedule_text"]
@@ -31,8 +31,8 @@ def plan_text(plan: TaskPlan, *, price_per_hour: float | None = None) -> Rendera
         f"memory:     {_size(memory.fixed_bytes)} + {memory.bytes_per_token / 1024:,.1f} KiB a token of a micro-batch "
         f"+ {_size(plan.slot_bytes)} a slot, of {_size(planned)} "
         f"({memory.margin:.0%} of {_size(memory.capacity_bytes)})",
-        f"            {measured} in {format_duration(plan.profile_s)}: {len(memory.points)} steps, error of the model "
-        f"{memory.error_median:.1%}, at worst {memory.error_worst:.1%}",
+        f"            {measured} in {format_duration(plan.profile_s)}: {len(memory.points)} steps, memory estimate "
+        f"error {format_share(memory.error_median)} (at worst {format_share(memory.error_worst)})",
     ]
     chosen = (
         f"packing:    max_slots {plan.max_slots}, max_tokens_per_step {plan.max_tokens_per_step:,}, "
@@ -45,7 +45,8 @@ def plan_text(plan: TaskPlan, *, price_per_hour: float | None = None) -> Rendera
     if plan.expected_duration_s < plan.duration_s:
         time.append(f"            {_priced(plan.expected_duration_s, expected)} expected with it")
     notes = [f"note:       {clean(note)}" for note in plan.notes]
-    return Group(Text("\n".join(lines)), _table(plan), Text("\n".join([chosen, *time, *notes, ""])))
+    why = [f"            one slot: {plan.why_one_slot}"] if plan.why_one_slot else []
+    return Group(Text("\n".join(lines)), _table(plan), Text("\n".join([chosen, *why, *time, *notes, ""])))
 
 
 def schedule_text(schedule: Schedule) -> RenderableType:

@@ -60,6 +60,7 @@ class LiveQueueView:
         self._console = console
         self._clock = clock
         self._lock = threading.Lock()
+        self._announcement = ""
         self._live = Live(
             console=console, get_renderable=self._render, refresh_per_second=REFRESHES_PER_SECOND, transient=True
         )
@@ -78,9 +79,17 @@ class LiveQueueView:
         with self._lock:
             self.progress.apply(entry)
 
+    def announce(self, text: str) -> None:
+        """Show ``text`` at the top of the view at once, and as long as it lasts."""
+        self._announcement = text
+        self._live.refresh()
+
     def _render(self) -> RenderableType:
         with self._lock:
-            return self._screen(self._clock(), height=self._console.size.height)
+            announced = [Text(self._announcement, style="bold yellow", overflow="fold")] if self._announcement else []
+            size = self._console.size
+            num_lines = sum(len(line.wrap(self._console, size.width)) for line in announced)
+            return Group(*announced, self._screen(self._clock(), height=size.height - num_lines))
 
     def _screen(self, now: float, *, height: int) -> RenderableType:
         queue = self.progress.queue
@@ -145,9 +154,6 @@ def queue_summary(
     ]
     if queue_dir is not None:
         lines.append(Text(f"adapters: {clean(Path(queue_dir) / 'tasks')}/<task>/best", overflow="fold"))
-        if status is RunStatus.INTERRUPTED:
-            left = f"no process works on it; continue with: alto resume {clean(queue_dir)}"
-            lines.append(Text(left, overflow="fold"))
     return Group(*lines)
 
 
@@ -259,12 +265,12 @@ def _gpus(task: TaskHistory) -> str:
 
 
 def _time(task: TaskHistory, now: float, *, is_short: bool) -> str:
-    """Elapsed and estimated duration; only one of them on a narrow terminal."""
+    """Elapsed and planned duration; only one of them on a narrow terminal."""
     spent_s = task.spent_s(now)
     expected = format_duration(task.duration_s)
     if not task.attempts:
         return f"about {expected}"
-    return format_duration(spent_s) if is_short else f"{format_duration(spent_s)} of {expected}"
+    return format_duration(spent_s) if is_short else f"{format_duration(spent_s)} (planned {expected})"
 
 
 def _note(task: TaskHistory) -> str:

@@ -24,6 +24,7 @@ from alto.export.tables import JobTable, job_table, run_notes
 from alto.export.wording import (
     clean,
     describe_memory_event,
+    describe_outlook,
     describe_profile,
     describe_scoring,
     describe_task,
@@ -43,7 +44,8 @@ from alto.runs.events import (
     TaskStarted,
     WarmupEnded,
 )
-from alto.runs.progress import Pace, exit_totals, expected_samples_left, next_stop
+from alto.runs.pace import Pace
+from alto.runs.progress import exit_totals, next_stop, outlook
 from alto.spec.metric import LOSS
 
 __all__ = ["LiveView", "final_summary", "open_view"]
@@ -77,8 +79,8 @@ class LiveView:
         self._console = console
         self._clock = clock
         self._lock = threading.Lock()
-        self._pace = Pace()  # of the task, in samples
         self._paces: dict[str, Pace] = {}  # of every job in a slot, in steps
+        self._announcement = ""
         self._size = console.size
         self._live = Live(
             console=console,
@@ -101,8 +103,6 @@ class LiveView:
         with self._lock:
             self.history.apply(entry)
             match entry.event:
-                case TaskResumed():
-                    self._pace = Pace()  # interruptions do not count
                 case JobAdmitted(job=job) | JobResumed(job=job):
                     self._paces[job] = Pace()
                 case WarmupEnded():
@@ -131,11 +131,15 @@ class LiveView:
             self._paces = {job: self._paces.get(job, Pace()) for job in in_slots}
             self._measure()
 
+    def announce(self, text: str) -> None:
+        """Show ``text`` at the top of the view at once, and as long as it lasts."""
+        self._announcement = text
+        self._live.refresh()
+
     def _measure(self) -> None:
         now = self.history.last_seen_at
         if now is None:
             return
-        self._pace.note(now, self.history.samples_trained)
         for job, pace in self._paces.items():
             pace.note(now, self.history.jobs[job].step)
 
@@ -150,14 +154,16 @@ class LiveView:
 
     def _screen(self, *, now: float, height: int) -> RenderableType:
         history = self.history
+        announced = [Text(self._announcement, style="bold yellow", overflow="fold")] if self._announcement else []
         if not history.jobs:
-            return Text("Preparing …", style="dim")
+            return Group(*announced, Text("Preparing …", style="dim"))
         table = job_table(history)
         rows = sorted(table.rows, key=lambda row: (not row.is_best, LIVE_ORDER.get(row.outcome, EXITED_ORDER)))
-        notes = [row.explanation or self._outlook(history.jobs[row.job_id], now) for row in rows]
+        notes = [row.explanation or self._next_stop(history.jobs[row.job_id], now) for row in rows]
         best = _best_line(table, history)
-        num_wrapped = len(best.wrap(self._console, self._console.size.width)) - 1
+        num_more = sum(len(line.wrap(self._console, self._console.size.width)) for line in (best, *announced)) - 1
         return Group(
+            *announced,
             *_header(history),
             *self._progress(now),
             best,
@@ -168,30 +174,26 @@ class LiveView:
                 rows=rows,
                 notes=notes,
                 note_name="next / why",
-                max_rows=max(1, height - FRAME_LINES - num_wrapped - GRID_LINES),
+                max_rows=max(1, height - FRAME_LINES - num_more - GRID_LINES),
             ),
         )
 
     def _progress(self, now: float) -> list[RenderableType]:
         history = self.history
-        left = expected_samples_left(history)
-        done = history.samples_trained / (history.samples_trained + left) if left else 1.0
+        found = outlook(history, now)
         line = Table.grid(padding=(0, 2), expand=True)
         line.add_column(ratio=1)
         line.add_column(justify="right")
         line.add_row(
-            ProgressBar(total=1.0, completed=done, complete_style="cyan", finished_style="green"),
-            Text(format_share(done)),
+            ProgressBar(total=1.0, completed=found.share_done, complete_style="cyan", finished_style="green"),
+            Text(format_share(found.share_done)),
         )
-        elapsed_s = now - history.started_at if history.started_at is not None else 0.0
-        facts = [f"{format_duration(elapsed_s)} so far", _samples(history)]
-        if left:
-            rate = self._pace.per_second(now)
-            outlook = f"about {format_duration(left / rate)} left" if rate else "time left: after the first evaluations"
-            facts.insert(0, outlook)
+        facts = [f"{format_duration(history.worked_s(now))} so far", _samples(history)]
+        if found.share_done < 1.0:
+            facts[:0] = describe_outlook(found) or ["time left: after the first evaluations"]
         return [line, Text(" · ".join(facts), style="dim", no_wrap=True, overflow="ellipsis")]
 
-    def _outlook(self, job: JobHistory, now: float) -> str:
+    def _next_stop(self, job: JobHistory, now: float) -> str:
         """When a job in a slot reaches its next rung or its end; empty for one that has ended or not begun."""
         if job.has_ended or not job.step:
             return ""
@@ -204,7 +206,12 @@ class LiveView:
 
 
 def final_summary(
-    history: RunHistory, run_dir: str | Path | None = None, *, max_rows: int | None = 20, is_live: bool = True
+    history: RunHistory,
+    run_dir: str | Path | None = None,
+    *,
+    max_rows: int | None = 20,
+    is_live: bool = True,
+    now: float | None = None,
 ) -> RenderableType:
     """The table of jobs, what was saved, and where the best adapter lies.
 
@@ -213,6 +220,7 @@ def final_summary(
         run_dir: Its folder, to show the path of the adapter; None leaves it out.
         max_rows: Rows shown at most, best first; None shows all.
         is_live: Whether a process works on it, if it is not finished.
+        now: Unix seconds, to show how long a run that is worked on still takes; None leaves it out.
     """
     table = job_table(history)
     status = history.status(is_live=is_live)
@@ -234,10 +242,11 @@ def final_summary(
         *(Text(f"note: {clean(note)}", style="yellow") for note in choice_notes(history)),
         Text(f"{_samples(history)} ({_saved_by_reason(history)})" if history.samples_saved else _samples(history)),
     ]
+    if status is RunStatus.RUNNING and now is not None:
+        found = outlook(history, now)
+        lines.append(Text(" · ".join([f"{format_share(found.share_done)} done", *describe_outlook(found)])))
     if run_dir is not None:
         lines.append(_place(history, Path(run_dir)))
-        if status is RunStatus.INTERRUPTED:
-            lines.append(Text(f"no process works on it; continue with: alto resume {clean(run_dir)}", overflow="fold"))
     return Group(*lines)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from alto.records import AdapterCheck, FinalistScore, Rung
 from alto.runs import JobHistory
 from alto.runs.events import OutOfMemory, ProfileMeasured, TaskStarted
+from alto.runs.progress import Outlook
 
 __all__ = [
     "clean",
@@ -23,11 +24,13 @@ __all__ = [
     "describe_finalists",
     "describe_memory_event",
     "describe_origin",
+    "describe_outlook",
     "describe_profile",
     "describe_rung",
     "describe_rungs",
     "describe_scoring",
     "describe_task",
+    "format_age",
     "format_count",
     "format_count_of",
     "format_duration",
@@ -215,6 +218,16 @@ def describe_origin(job: JobHistory) -> str:
     return f"continues {origin} from step {format_count(job.forked_at)}" if job.forked_at else f"clone of {origin}"
 
 
+def describe_outlook(found: Outlook) -> list[str]:
+    """``about 3 min 05 s left`` and ``1,200 tokens/s``, as far as they are known."""
+    facts = []
+    if found.remaining_s is not None:
+        facts.append(f"about {format_duration(found.remaining_s)} left")
+    if found.tokens_per_s is not None:
+        facts.append(f"{format_count(found.tokens_per_s)} tokens/s")
+    return facts
+
+
 def describe_profile(event: ProfileMeasured) -> str:
     """How the jobs are packed and how long that may take: ``12 slots, micro-batches of 4,096 tokens; about 1 min 13 s
     …``."""
@@ -257,6 +270,15 @@ def format_loss(loss: float | None) -> str:
 def format_share(share: float) -> str:
     """A fraction in percent: ``0.025`` is ``2.5 %``."""
     return f"{round(share * 100, 1):g} %"
+
+
+def format_age(seconds: float) -> str:
+    """The time since something began, in its largest unit: ``42 s``, ``5 min``, ``3 h``, ``12 days``."""
+    total = max(0, round(seconds))
+    for unit, size in (("day", 86400), ("h", 3600), ("min", 60)):
+        if total >= size:
+            return f"{total // size} {unit}" + ("s" if unit == "day" and total >= 2 * size else "")
+    return f"{total} s"
 
 
 def format_count(count: float) -> str:

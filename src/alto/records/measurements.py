@@ -31,7 +31,7 @@ class MemoryProfile:
         bytes_per_token: Bytes per token of the step.
         capacity_bytes: Memory of the device.
         margin: Share of the capacity that may be planned with, in (0, 1].
-        error_median: Median error of the model at ``points``, relative to the measurement.
+        error_median: Median error of the memory estimate at ``points``, relative to the measurement.
         error_worst: The largest of these errors.
         points: The measurements.
     """
@@ -75,6 +75,7 @@ class TaskPlan:
         slot_bytes: Memory of one slot: the largest adapter, its gradient and its optimizer's state.
         max_slots, max_tokens_per_step, max_tokens_per_pass, gradient_checkpointing: Limits that the task will run with.
         peak_bytes: Expected peak of memory.
+        why_one_slot: Why there is one slot only, as a phrase; empty where there are more.
         packings: Other packings, for comparison.
         duration_s: Seconds of training and evaluation without early exit: an upper bound.
         expected_duration_s: Seconds with the rungs of its early exit; the same where it has none.
@@ -108,6 +109,7 @@ class TaskPlan:
     is_cached: bool
     profile_s: float
     notes: tuple[str, ...] = ()
+    why_one_slot: str = ""
 
     def cost(self, price_per_hour: float) -> tuple[float, float]:
         """Largest and expected cost of the task, in the currency of the price."""

@@ -2,6 +2,7 @@
 
 from alto.runs.background import FLUSH_TIMEOUT_S, BackgroundObserver, ending_in_time, in_background
 from alto.runs.choice import choice_notes
+from alto.runs.commands import note_resumption, resume_command
 from alto.runs.events import Event, JournalEntry
 from alto.runs.files import is_disk_full, replace_file, sync_folder, write_error, writing
 from alto.runs.fold import NOT_FOLDABLE
@@ -19,6 +20,7 @@ from alto.runs.journal import (
 )
 from alto.runs.lock import LockFile
 from alto.runs.mailbox import Action, Answer, Command, Mailbox, QueueAction, QueueCommand, QueueMailbox
+from alto.runs.overview import RunState, RunSummary, find_runs, latest_run, summarise
 from alto.runs.queue_dir import QueueDir, QueueEntry
 from alto.runs.queue_history import Attempt, QueueHistory, TaskHistory, TaskStage, gpus_to_json, read_queue_history
 from alto.runs.queue_progress import QueueProgress
@@ -53,7 +55,9 @@ __all__ = [
     "QueueProgress",
     "RunDir",
     "RunHistory",
+    "RunState",
     "RunStatus",
+    "RunSummary",
     "RungOutcome",
     "SilentJournal",
     "Stage",
@@ -62,12 +66,15 @@ __all__ = [
     "choice_notes",
     "cut_journal",
     "ending_in_time",
+    "find_runs",
     "gpus_to_json",
     "has_result",
     "history_before",
     "in_background",
     "is_disk_full",
+    "latest_run",
     "load_run_task",
+    "note_resumption",
     "read_entries",
     "read_events",
     "read_history",
@@ -75,6 +82,8 @@ __all__ = [
     "read_intact_events",
     "read_queue_history",
     "replace_file",
+    "resume_command",
+    "summarise",
     "sync_folder",
     "task_outcome",
     "write_error",

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from alto.errors import AltoError, DiskFullError, RunWriteError
+from alto.runs.commands import resume_command
 from alto.runs.lock import LockFile
 
 __all__ = ["is_disk_full", "replace_file", "sync_folder", "write_error", "writing"]
@@ -33,7 +34,7 @@ def writing(run: Path, what: Path) -> Iterator[None]:
         raise
     except OSError as error:
         remedy = "what was committed before is safe: free disk space or make the disk writable, then continue with:"
-        raise write_error(what, error, f"{remedy} alto resume {run}") from error
+        raise write_error(what, error, f"{remedy} {resume_command(run)}") from error
 
 
 def write_error(what: Path, error: OSError, remedy: str) -> RunWriteError:

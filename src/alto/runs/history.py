@@ -18,11 +18,16 @@ from alto.runs.events import Event, settings_of
 from alto.runs.fold import NOT_FOLDABLE, JournalFold
 from alto.runs.job_history import JobHistory, Occupancy, RungOutcome, RunStatus, Stage
 from alto.runs.journal import read_intact_entries
+from alto.runs.pace import Pace
 from alto.runs.run_dir import RunDir
 from alto.spec.early_exit import EarlyExit
 from alto.spec.metric import LOSS, score_of
 
 __all__ = ["RunHistory", "history_before", "read_history"]
+
+
+_CHANGES_SAMPLES = (events.TaskStarted, events.TaskResumed, events.TrainSteps, events.JobEvaluated)
+"""Events after which more samples are trained, or from which their pace is measured."""
 
 
 class RunHistory(JournalFold):
@@ -33,6 +38,8 @@ class RunHistory(JournalFold):
         jobs: Every job by id, in the order of the task.
         rungs: Outcomes of the rungs that have been decided.
         occupancy: Every stay of a job in a slot, in the order of admission.
+        forecast: Its measured memory, packing and duration; None where nothing was measured before it began.
+        pace: Samples trained per second of late, since the run began or was resumed.
         memory_events: Every time memory ran out, oldest first.
         finalists: Scores of the finalists' answers, best by the metric first; empty where there are none.
         rung_scores: Scores of the answers of jobs at rungs, or why there are none, oldest first.
@@ -48,6 +55,8 @@ class RunHistory(JournalFold):
         self.jobs: dict[str, JobHistory] = {}
         self.rungs: list[RungOutcome] = []
         self.occupancy: list[Occupancy] = []
+        self.forecast: events.ProfileMeasured | None = None
+        self.pace = Pace()
         self.memory_events: list[events.OutOfMemory] = []
         self.finalists: tuple[FinalistScore, ...] = ()
         self.rung_scores: list[events.RungScored] = []
@@ -82,11 +91,15 @@ class RunHistory(JournalFold):
 
     @property
     def rung_settings(self) -> tuple[Rung, ...]:
-        """The rungs the task was started with; none where early exit or its selection is switched off."""
+        """The rungs the task was started with; none where early exit or its selection is switched off, or where the
+        journal has settings that are not valid."""
         if self.started is None or not self.started.early_exit.get("rungs"):
             return ()
-        # A package that brings a rule may not be installed here.
-        early_exit = EarlyExit.of_run({**self.started.early_exit, "rules": {}})
+        try:
+            # A package that brings a rule may not be installed here.
+            early_exit = EarlyExit.of_run({**self.started.early_exit, "rules": {}})
+        except NOT_FOLDABLE:
+            return ()
         return early_exit.selection_rungs if early_exit.enabled and early_exit.select else ()
 
     @property
@@ -130,7 +143,7 @@ class RunHistory(JournalFold):
         return self.samples_saved / self.samples_budgeted if self.samples_budgeted else 0.0
 
     @property
-    def settled_share(self) -> float:
+    def decided_share(self) -> float:
         """Share of the budgeted rows that are trained or saved by early exit, in [0, 1]; 1 when nothing is left to
         do."""
         if not self.samples_budgeted:
@@ -148,6 +161,8 @@ class RunHistory(JournalFold):
                 self.started = event
                 for description in event.jobs:
                     self._plan(description)
+            case events.ProfileMeasured():
+                self.forecast = event
             case events.TaskResumed():
                 self._on_resumed(event, time)
             case events.BaseEvaluated():
@@ -177,6 +192,8 @@ class RunHistory(JournalFold):
                 self.result = event
             case _:
                 self._fold_move(event, time)
+        if isinstance(event, _CHANGES_SAMPLES):
+            self.pace.note(time, self.samples_trained)
 
     def _fold_move(self, event: Event, time: float) -> None:
         """Handle an event by which a job is added, ends, or changes its slot."""
@@ -236,6 +253,7 @@ class RunHistory(JournalFold):
                 num_ranks=self.started.num_ranks if event.num_ranks is None else event.num_ranks,
             )
         self._note_interruption(time)
+        self.pace = Pace()  # interruptions do not count
 
     def _on_reopened(self, job: JobHistory) -> None:
         job.exit_reason, job.exit_evidence, job.samples_at_end = None, {}, None

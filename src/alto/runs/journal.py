@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Self, TypeAlias
 
 from alto.errors import RunBusyError, RunError, RunNotFoundError
+from alto.runs.commands import resume_command
 from alto.runs.events import NO_SEQ, Event, JournalEntry, decode, encode, is_line
 from alto.runs.files import replace_file, writing
 from alto.spec.outside import is_number, read_bytes
@@ -123,7 +124,8 @@ class Journal:
         if named is None or (held.st_dev, held.st_ino) != (named.st_dev, named.st_ino):
             raise RunBusyError(
                 f"expected {self._path} as this process opened it, found it removed or replaced, so another process "
-                f"may work on the run; make sure that none does, then continue with: alto resume {self._path.parent}"
+                "may work on the run; make sure that none does, then continue with: "
+                f"{resume_command(self._path.parent)}"
             )
 
     def _write(self, data: bytes) -> None:
@@ -218,7 +220,7 @@ def read_events(path: str | Path) -> list[dict[str, Any]]:
                 raise RunError(
                     f"Expected one JSON object per line in {path}, but line {number} of {len(lines)} is not one. "
                     "Everything before it is intact. Cut off the line and everything after it, and continue from there "
-                    f"with: alto resume {path.parent}"
+                    f"with: {resume_command(path.parent)}"
                 )
     return events
 

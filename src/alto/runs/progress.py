@@ -1,27 +1,46 @@
-"""Progress and pace of a run, and savings of early exit: the numbers that tables and pages share."""
+"""Progress of a run, how long it still takes, and savings of early exit: the numbers that tables and pages share."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from alto.records import Rung
 from alto.runs.history import RunHistory
 from alto.runs.job_history import JobHistory
+from alto.spec.outside import is_number
 from alto.spec.rungs import places_at
 
 __all__ = [
     "ExitTotal",
-    "Pace",
+    "Outlook",
     "RungCost",
     "exit_totals",
     "expected_samples_left",
     "next_stop",
+    "outlook",
+    "remaining_duration_s",
     "rung_costs",
+    "share_done",
     "time_saved_s",
 ]
 
-WINDOW_S = 180.0
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outlook:
+    """How far a run is, how fast it trains, and how long it still takes.
+
+    Attributes:
+        share_done: Of the samples that the run is expected to train in all, the share that it has trained, in [0, 1].
+        remaining_s: Seconds until its end; None where nothing was measured beforehand and nothing has been trained.
+        tokens_per_s: Tokens trained per second of the last three minutes, evaluations included; None where nothing has
+            been trained since the run began or was resumed, or the journal does not have the tokens of the rows.
+    """
+
+    share_done: float
+    remaining_s: float | None
+    tokens_per_s: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,30 +97,75 @@ def rung_costs(history: RunHistory) -> list[RungCost]:
     return costs
 
 
-class Pace:
-    """Work per second over the last minutes, from a count that only grows while the clock goes forward."""
+def outlook(history: RunHistory, now: float) -> Outlook:
+    """The outlook of a run at ``now`` (unix seconds): the one estimate of its remaining time.
 
-    def __init__(self, *, window_s: float = WINDOW_S) -> None:
-        self._window_s = window_s
-        self._points: deque[tuple[float, float]] = deque()
+    It begins as the duration that was measured beforehand (``alto plan``, journal event ``profile``), where there is
+    one, and is weighted more and more by the run's own pace.
+    """
+    left, rate = expected_samples_left(history), history.pace.per_second(now)
+    done = _share(history, left)
+    by_pace_s = left / rate if rate else None
+    if history.result is not None or done == 1.0:
+        remaining_s: float | None = 0.0
+    elif history.forecast is None:
+        remaining_s = by_pace_s
+    else:
+        remaining_s = remaining_duration_s(
+            history.forecast.expected_duration_s,
+            elapsed_s=history.worked_s(now),
+            share_before=0.0,
+            share_done=done,
+            by_pace_s=by_pace_s,
+        )
+    row_tokens = _row_tokens(history)
+    return Outlook(
+        share_done=done,
+        remaining_s=remaining_s,
+        tokens_per_s=rate * row_tokens if rate and row_tokens else None,
+    )
 
-    def note(self, time: float, count: float) -> None:
-        """``count`` is the work done at ``time`` (unix seconds); a decrease of either restarts the measurement."""
-        points = self._points
-        if points and (time < points[-1][0] or count < points[-1][1]):
-            points.clear()
-        points.append((time, count))
-        # The newest point before the window is its beginning.
-        while len(points) > 2 and points[1][0] <= time - self._window_s:
-            points.popleft()
 
-    def per_second(self, now: float) -> float | None:
-        """Work per second up to ``now``; None as long as no work was seen."""
-        if not self._points:
-            return None
-        (first_time, first_count), (last_time, last_count) = self._points[0], self._points[-1]
-        elapsed_s = max(now, last_time) - first_time
-        return (last_count - first_count) / elapsed_s if last_count > first_count and elapsed_s > 0 else None
+def share_done(history: RunHistory) -> float:
+    """Of the samples that the run is expected to train in all, the share that it has trained, in [0, 1]."""
+    return _share(history, expected_samples_left(history))
+
+
+def _share(history: RunHistory, samples_left: float) -> float:
+    if history.result is not None:
+        return 1.0
+    total = history.samples_trained + samples_left
+    if total <= 0.0:
+        return 1.0 if history.jobs else 0.0
+    return min(1.0, max(0.0, history.samples_trained / total))
+
+
+def remaining_duration_s(
+    expected_s: float, *, elapsed_s: float, share_before: float, share_done: float, by_pace_s: float | None = None
+) -> float:
+    """Remaining seconds of a running task: the estimate, weighted more and more by the task's own pace.
+
+    Args:
+        expected_s: Estimated remaining seconds when it began, ``elapsed_s`` seconds ago.
+        elapsed_s: Seconds since then.
+        share_before, share_done: As of :func:`share_done`, then and now.
+        by_pace_s: Remaining seconds by its pace of late; None takes its mean pace since it began.
+    """
+    weight = (share_done - share_before) / (1.0 - share_before) if share_before < 1.0 else 1.0
+    if weight <= 0.0:
+        return max(expected_s - elapsed_s, 0.0)
+    if by_pace_s is None:
+        by_pace_s = elapsed_s * (1.0 - weight) / weight
+    return (1.0 - weight) * (1.0 - weight) * expected_s + weight * by_pace_s
+
+
+def _row_tokens(history: RunHistory) -> float | None:
+    """Mean tokens of a training row; None where the journal does not have them."""
+    counts: Mapping[str, Any] = {} if history.started is None else history.started.data
+    num_rows, num_tokens = counts.get("train_rows", 0), counts.get("train_tokens", 0)
+    if not (is_number(num_rows, least=1, most=2**63) and is_number(num_tokens, least=1, most=2**63)):
+        return None
+    return float(num_tokens) / float(num_rows)
 
 
 def expected_samples_left(history: RunHistory) -> float:

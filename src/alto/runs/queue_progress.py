@@ -9,6 +9,7 @@ from alto.errors import RunError
 from alto.records import Gpu
 from alto.runs.events import JournalEntry, TaskMeasured, TaskRelayed, TaskResumed, TaskStarted
 from alto.runs.history import RunHistory, history_before, read_history
+from alto.runs.progress import share_done
 from alto.runs.queue_dir import QueueDir
 from alto.runs.queue_history import QueueHistory, TaskHistory, TaskStage, read_queue_history
 
@@ -86,11 +87,11 @@ class QueueProgress:
                 self.queue.apply(entry)
 
     def share(self, task: TaskHistory) -> float:
-        """Share of the task's samples that are trained or saved by early exit, in [0, 1]."""
+        """Of the samples that the task is expected to train, the share that it has trained, in [0, 1]."""
         if task.state is TaskStage.FINISHED:
             return 1.0
         run = self.runs.get(task.task)
-        return 0.0 if run is None else run.settled_share
+        return 0.0 if run is None else share_done(run)
 
     def best_loss(self, task: TaskHistory) -> float | None:
         """Best validation loss so far, nats per token."""

@@ -7,6 +7,7 @@ import math
 from alto.errors import NoResultError, RunError
 from alto.records import JobResult, TaskOutcome, exit_reason
 from alto.runs.choice import choice_notes
+from alto.runs.commands import resume_command
 from alto.runs.events import TaskCompleted
 from alto.runs.history import RunHistory
 from alto.runs.job_history import JobHistory
@@ -26,7 +27,8 @@ def task_outcome(history: RunHistory, run: RunDir) -> TaskOutcome:
     best = history.best
     if history.result is None or best is None:
         raise NoResultError(
-            f"expected a finished run, found that {run.root} has no result yet; continue with: alto resume {run.root}"
+            f"expected a finished run, found that {run.root} has no result yet; continue with: "
+            f"{resume_command(run.root)}"
         )
     return TaskOutcome(
         task=history.name,

@@ -29,6 +29,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from alto.errors import RunBusyError, RunError, RunExistsError, RunNotFoundError
+from alto.runs.commands import resume_command
 from alto.runs.files import replace_file, sync_folder, writing
 from alto.runs.lock import LockFile
 from alto.spec import Task
@@ -132,7 +133,7 @@ class RunDir:
             raise RunBusyError(
                 f"expected {self._lock_file} as this process made it, found it removed or replaced, so another process "
                 f"may work on the run; what was committed is intact: leave the file alone, make sure that no "
-                f"process works on the run, then continue with: alto resume {self.root}"
+                f"process works on the run, then continue with: {resume_command(self.root)}"
             )
 
     def is_locked(self) -> bool:

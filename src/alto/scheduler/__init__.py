@@ -1,6 +1,6 @@
 """Scheduling decisions from plain numbers: resident jobs, task schedules, models of memory and time."""
 
-from alto.scheduler.estimate import JobWork, estimate_duration_s, expected_duration_s, remaining_duration_s
+from alto.scheduler.estimate import JobWork, estimate_duration_s, expected_duration_s
 from alto.scheduler.fair_shares import ReceivedShare, TokenShares, jain_index, slot_shares, task_weights
 from alto.scheduler.fit import MemoryFit, ThroughputFit, fit_memory, fit_throughput, max_tokens, saturation
 from alto.scheduler.inter_task import (
@@ -56,7 +56,6 @@ __all__ = [
     "jain_index",
     "max_tokens",
     "plan_residents",
-    "remaining_duration_s",
     "saturation",
     "schedule_tasks",
     "slot_shares",

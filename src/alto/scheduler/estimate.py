@@ -11,7 +11,7 @@ from alto.scheduler.intra_task import plan_residents
 from alto.scheduler.residents import JobDemand, ResidentLimits
 from alto.spec.rungs import places_at
 
-__all__ = ["JobWork", "estimate_duration_s", "expected_duration_s", "remaining_duration_s"]
+__all__ = ["JobWork", "estimate_duration_s", "expected_duration_s"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,21 +97,6 @@ def expected_duration_s(
         duration_s += estimate_duration_s(stage, throughput, limits, validation_tokens=validation_tokens)
         runners = _spread(runners, min(num_kept, len(runners)))
     return (1.0 - online_exit_share) * duration_s
-
-
-def remaining_duration_s(expected_s: float, *, elapsed_s: float, share_before: float, share_done: float) -> float:
-    """Remaining seconds of a running task: the estimate, weighted more and more by the task's own pace.
-
-    Args:
-        expected_s: Estimated remaining seconds when it began, ``elapsed_s`` seconds ago.
-        share_before, share_done: Shares of its samples that were trained or saved by early exit, then and now; in [0,
-            1].
-    """
-    weight = (share_done - share_before) / (1.0 - share_before) if share_before < 1.0 else 1.0
-    if weight <= 0.0:
-        return max(expected_s - elapsed_s, 0.0)
-    by_pace_s = elapsed_s * (1.0 - weight) / weight
-    return (1.0 - weight) * (1.0 - weight) * expected_s + weight * by_pace_s
 
 
 def _demand(job: JobWork, num_steps_left: int, slot: int | None) -> JobDemand:

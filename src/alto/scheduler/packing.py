@@ -52,12 +52,14 @@ class Packing:
         max_tokens_per_step: Tokens of a step of all ranks.
         max_tokens_per_pass: Tokens of a micro-batch of one rank.
         peak_bytes: Expected peak of memory of one rank.
+        why_one_slot: Why there is one slot only, as a phrase; empty where there are more.
     """
 
     max_slots: int
     max_tokens_per_step: int
     max_tokens_per_pass: int
     peak_bytes: int
+    why_one_slot: str = ""
 
 
 def choose_packing(request: PackingRequest, memory: MemoryProfile, throughput: Throughput) -> Packing:
@@ -97,11 +99,33 @@ def choose_packing(request: PackingRequest, memory: MemoryProfile, throughput: T
     tokens_per_pass = request.max_tokens_per_pass or min(usual, fitting)
     step = request.max_tokens_per_step or max(saturated, tokens_per_pass * request.num_ranks, _one_job_each(request))
     largest_pass = min(max(tokens_per_pass, request.longest_row), max(step, *request.step_tokens))
+    max_slots = min(wanted, num_slots * request.num_ranks)
     return Packing(
-        max_slots=min(wanted, num_slots * request.num_ranks),
+        max_slots=max_slots,
         max_tokens_per_step=step,
         max_tokens_per_pass=tokens_per_pass,
         peak_bytes=memory.peak_bytes(largest_pass, num_slots * request.slot_bytes),
+        why_one_slot=_why_one_slot(request, memory, saturated) if max_slots == 1 else "",
+    )
+
+
+def _why_one_slot(request: PackingRequest, memory: MemoryProfile, saturated: int) -> str:
+    """What kept a packing from a second slot: the task, the speed of the device, or its memory."""
+    smallest = min(request.step_tokens)
+    if request.max_slots == 1:
+        return "max_slots is 1 in the task"
+    if len(request.step_tokens) == 1:
+        return "there is one job"
+    if smallest >= saturated:
+        return (
+            f"the smallest job alone has {smallest:,} tokens a step, and {saturated:,} already reach the device's best "
+            "speed; a second slot would only delay the first results"
+        )
+    fitting = _fitting_tokens(memory, 2 * request.slot_bytes)
+    needed = max(request.longest_row, request.max_tokens_per_pass or 0, min(saturated, 2 * smallest))
+    return (
+        f"beside two slots of {request.slot_bytes / 2**20:,.1f} MiB, memory is left for micro-batches of {fitting:,} "
+        f"tokens, and {needed:,} are needed"
     )
 
 

@@ -55,7 +55,7 @@ def test_a_task_starts_when_gpus_come_free_earlier_than_planned():
 
 def test_events_of_one_moment_lead_to_one_plan():
     actions = submit(queue_of(2), 0, "a", "b")
-    assert [action.reason for action in actions if isinstance(action, Planned)] == ["a came; b came"]
+    assert [action.reason for action in actions if isinstance(action, Planned)] == ["a submitted; b submitted"]
 
 
 def test_failures_are_retried_after_growing_pauses_and_given_up_at_the_cap():

@@ -147,6 +147,7 @@ def _plan(context: TaskContext, task: Task, *, refresh: bool) -> TaskPlan:
         max_tokens_per_pass=packing.max_tokens_per_pass,
         gradient_checkpointing=task.gradient_checkpointing is True,
         peak_bytes=packing.peak_bytes,
+        why_one_slot=packing.why_one_slot,
         packings=_forecasts(profile, packing, bytes_per_slot, len(jobs), context.ranks.size),
         memory=profile.memory,
         throughput=profile.throughput,

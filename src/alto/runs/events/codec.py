@@ -8,7 +8,7 @@ Writing is strict: only events, with values of strict JSON, are accepted. Readin
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -25,6 +25,7 @@ __all__ = [
     "TaskRelayed",
     "UnknownEvent",
     "decode",
+    "decode_only",
     "encode",
     "event_from",
     "is_line",
@@ -147,6 +148,23 @@ def decode(line: Mapping[str, Any], source: object = "the journal") -> JournalEn
         is_replayed=envelope.replayed,
         unknown={pointer(path): value for path, value in unknown.items()},
     )
+
+
+def decode_only(
+    lines: Iterable[Mapping[str, Any]], kinds: Collection[type], source: object = "the journal"
+) -> list[JournalEntry]:
+    """The entries of the journal lines whose events are of ``kinds``; the other lines are not decoded.
+
+    Args:
+        lines: Lines as JSON objects.
+        kinds: Classes of events.
+        source: Their file, for the message.
+
+    Raises:
+        RunError: As of :func:`decode`.
+    """
+    names = {WIRE_NAMES[kind] for kind in kinds}
+    return [decode(line, source) for line in lines if str(line.get("event")) in names]
 
 
 def event_from(name: str, facts: Mapping[str, Any]) -> Event:

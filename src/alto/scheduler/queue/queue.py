@@ -159,7 +159,7 @@ class Queue:
                 self._forgive(gpu)
                 return f"GPU {gpu.index} of {gpu.node} was lost"
             case GpuAdded(gpu=gpu):
-                return f"GPU {gpu.index} of {gpu.node} came" if self._pool.add(gpu) else ""
+                return f"GPU {gpu.index} of {gpu.node} was added" if self._pool.add(gpu) else ""
             case Woken():
                 return ""
         task = self._tasks[event.task]
@@ -203,7 +203,7 @@ class Queue:
         )
         self._tasks[task.name] = task
         self._wait(task)
-        return f"{task.name} came"
+        return f"{task.name} submitted"
 
     def _stop(self, task: QueuedTask, actions: list[Action]) -> str:
         if task.state is TaskState.WAITING:

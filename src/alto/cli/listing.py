@@ -1,0 +1,136 @@
+"""``alto list``: the runs and queues of a folder, or the tasks of a queue."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from alto.cli.completion import RUNS, complete_queue
+from alto.cli.output import print_interrupted, print_json
+from alto.cli.paths import reachable
+from alto.errors import RunNotFoundError
+from alto.runs import (
+    QueueDir,
+    QueueMailbox,
+    QueueProgress,
+    RunStatus,
+    RunSummary,
+    TaskHistory,
+    find_runs,
+    resume_command,
+    summarise,
+)
+
+__all__ = ["list_"]
+
+
+def list_(
+    queue: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="QUEUE",
+            help="Folder of a queue, whose tasks are listed.",
+            callback=reachable,
+            autocompletion=complete_queue,
+        ),
+    ] = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option("--dir", help="Folder whose runs are listed, ./runs if it is not given.", callback=reachable),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the list as JSON and nothing else.")] = False,
+) -> None:
+    """List the runs and queues in ./runs, newest first, or the tasks of QUEUE; only reads files."""
+    if queue is None:
+        _list_runs(folder, as_json=as_json)
+    elif folder is None:
+        _list_tasks(queue, as_json=as_json)
+    else:
+        raise typer.BadParameter("expected a queue or --dir, found both; leave one out", param_hint="QUEUE")
+
+
+def _list_runs(folder: Path | None, *, as_json: bool) -> None:
+    """Print the runs and queues in ``folder``, in ``runs`` where it is None.
+
+    Raises:
+        RunNotFoundError: The folder is named, and there is none.
+    """
+    if folder is not None and not folder.is_dir():
+        raise RunNotFoundError(
+            f"--dir: expected a folder of runs, found none at {folder}; name the --output-dir of a run"
+        )
+    root = RUNS if folder is None else folder
+    runs, now = [summarise(path) for path in find_runs(root)], time.time()
+    if as_json:
+        print_json({"dir": str(root), "runs": [_run_facts(run, now) for run in runs]})
+        return
+    console = Console()
+    if not runs:
+        text = f"no runs in {root.resolve()}; begin one with: alto tune FILE"
+        console.print(text, soft_wrap=True, highlight=False, markup=False)
+        return
+    from alto.export import run_list
+
+    console.print(run_list(runs, now), crop=False)
+
+
+def _run_facts(run: RunSummary, now: float) -> dict[str, Any]:
+    return {
+        "name": run.root.name,
+        "dir": str(run.root),
+        "kind": "queue" if run.is_queue else "run",
+        "state": run.state.value,
+        "tasks": list(run.tasks),
+        "num_jobs": run.num_jobs,
+        "best_validation_loss": run.best_validation_loss,
+        "done": run.share_done,
+        "started_at": run.started_at,
+        "age_s": round(now - run.started_at, 3),
+        "problem": run.problem or None,
+    }
+
+
+def _list_tasks(queue: Path, *, as_json: bool) -> None:
+    """Print the tasks of the queue and their progress."""
+    queue_dir = QueueDir.open(queue)
+    is_live = queue_dir.run.is_locked()
+    progress = QueueProgress.read(queue_dir.root)
+    tasks = list(progress.queue.tasks.values())
+    num_commands = QueueMailbox(queue_dir.run).num_pending
+    status = progress.queue.status(is_live=is_live)
+    if as_json:
+        facts = [_task_facts(progress, task) for task in tasks]
+        print_json({"state": status.value, "commands": num_commands, "tasks": facts})
+        return
+    from alto.export import task_list
+
+    console = Console()
+    console.print(task_list(progress))
+    if status is RunStatus.INTERRUPTED:
+        print_interrupted(console, queue_dir.root)
+    if num_commands and not is_live:
+        console.print(
+            f"commands that wait for the next process: {num_commands}; {resume_command(queue_dir.root)}",
+            soft_wrap=True,
+            markup=False,
+        )
+
+
+def _task_facts(progress: QueueProgress, task: TaskHistory) -> dict[str, object]:
+    return {
+        "task": task.task,
+        "state": task.state.value,
+        "is_cancelled": task.is_cancelled,
+        "tenant": task.tenant,
+        "priority": task.priority,
+        "num_gpus": task.num_gpus,
+        "expected_s": task.duration_s,
+        "done": progress.share(task),
+        "attempts": len(task.attempts),
+        "failure": task.failure or None,
+        "unreadable": progress.unreadable.get(task.task),
+    }
