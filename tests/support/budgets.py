@@ -23,8 +23,8 @@ SLOW_KINDS = {
 }
 """Kinds of tests that only ``--all`` runs, the argument of the marker ``slow``; CONTRIBUTING.md lists them."""
 
-_QUICK_EXAMPLES = 20
-_FULL_EXAMPLES = 100
+_QUICK_EXAMPLES = 10
+_FULL_EXAMPLES = 50
 
 
 def load_budget(*, is_full: bool) -> None:
