@@ -215,8 +215,8 @@ that can return the logits of its routers; with `orpo` and `cpo` only where `out
 own tokens, padding never counts, the prompt of a pair counts twice as in TRL, and each micro-step of
 `per_device_train_batch_size` rows has a loss of its own, of which a step takes the mean. Where the rows of a micro-step
 do not fit into one forward pass, or are on several GPUs, how often each expert is chosen is counted in a forward pass
-before. Training losses in journals, and all validation losses, are without it (TRL adds it to both). A base model whose
-own loss is another is refused.
+before. Training losses in journals, and all validation losses, are without it (TRL adds it to both); `train` events
+have it as `router_losses`. A base model whose own loss is another is refused.
 
 Learning rates are those of transformers' `get_scheduler` at every step. `lr_scheduler_kwargs` of each schedule:
 

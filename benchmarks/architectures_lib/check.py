@@ -181,6 +181,7 @@ def _train_together(folder: Path, data: TaskData) -> tuple[list[_Step], _Exporte
         target_modules=targets,
         target_parameters=parameters,
         lora_alpha=8,
+        router_aux_loss_coef=0.0,
         num_train_epochs=1,
         max_tokens_per_pass=4000,
         search_space={"paired": {key: [job[key] for job in JOBS] for key in keys}},

@@ -13,10 +13,12 @@ pytest.importorskip("trl", reason="the oracle needs the extra 'bench'")
 import torch
 from architectures import SIZES
 from datasets import Dataset
-from moe_models import MIXTURES, MODELS, build_mixture
+from moe_models import MODELS, build_mixture
 from tiny import load_tokenizer
 from torch import Tensor
 from transformers import (
+    DogeConfig,
+    DogeForCausalLM,
     GraniteMoeConfig,
     GraniteMoeForCausalLM,
     Llama4ForCausalLM,
@@ -159,6 +161,19 @@ class TestWithoutSuchALoss:
         ):
             router_coefficient(model, 0.1, "sft")
 
+    @pytest.mark.parametrize("kind", ["qwen3-moe", "doge"])
+    def test_a_configuration_without_a_layer_of_experts(self, kind: str) -> None:
+        model: Any = DogeForCausalLM(DogeConfig(**SIZES))
+        if kind == "qwen3-moe":
+            model = build_mixture("qwen3-moe-dense", mlp_only_layers=[0, 1])
+        assert model.config.router_aux_loss_coef == 0.001
+        assert router_coefficient(model, None, "sft") == 0.0
+        assert router_notes(model, [None], "sft") == ()
+        with pytest.raises(
+            UnsupportedModelError, match=r"router_aux_loss_coef: expected a mixture of experts for which"
+        ):
+            router_coefficient(model, 0.1, "sft")
+
     def test_a_model_whose_code_has_none(self) -> None:
         sizes = SIZES | {"intermediate_size_mlp": 48, "head_dim": 8, "num_local_experts": 4}
         model = Llama4ForCausalLM(Llama4TextConfig(**sizes))
@@ -172,11 +187,4 @@ def test_a_model_that_returns_no_loss_is_refused(monkeypatch: pytest.MonkeyPatch
     backbone = Backbone(build_mixture("mixtral"), None, "tiny")
     monkeypatch.setattr(backbone, "own_router_loss", lambda ids: backbone.model.model(input_ids=ids) and None)
     with pytest.raises(UnsupportedModelError, match="no aux_loss in its output"):
-        check_router_loss(backbone)
-
-
-def test_a_mixture_without_a_layer_of_experts_is_refused() -> None:
-    assert "qwen3-moe-dense" in MIXTURES
-    backbone = Backbone(build_mixture("qwen3-moe-dense", mlp_only_layers=[0, 1]), None, "tiny")
-    with pytest.raises(UnsupportedModelError, match="no router_logits in its output"):
         check_router_loss(backbone)

@@ -36,7 +36,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from alto.backbone import Backbone
 from alto.errors import UnsupportedModelError
-from alto.executor import JobState, TaskContext
+from alto.executor import JobState, RunStart, TaskContext, TaskSession, run_alone
+from alto.runs import Journal, RunDir, read_events
 from alto.spec import Task
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -171,7 +172,8 @@ def test_a_step_in_micro_batches_that_split_a_batch_is_the_same_step(method: str
 
 def test_memory_that_runs_out_in_a_step_changes_it_by_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     """Jobs that were in one micro-batch are then in several, whose choices have to be counted."""
-    expected = trained_bank("mixtral", sft_task(jobs_of("mixtral"), max_tokens_per_pass=10_000)).step()
+    plenty = trained_bank("mixtral", sft_task(jobs_of("mixtral"), max_tokens_per_pass=10_000))
+    expected = plenty.step()
     bank = trained_bank("mixtral", sft_task(jobs_of("mixtral"), max_tokens_per_pass=10_000))
     own, refused = bank.backbone.token_losses, []
     num_tokens = min(job.next_step_tokens for job in bank.jobs)
@@ -186,8 +188,31 @@ def test_memory_that_runs_out_in_a_step_changes_it_by_rounding(monkeypatch: pyte
     found = bank.step()
     assert len(refused) > 1
     assert num_tokens > bank.trainer.micro_batches.max_tokens
+    found_values, expected_values = (one.trainer.balance.values() for one in (bank, plenty))
+    assert found_values[:3] == pytest.approx(expected_values[:3], rel=1e-5)
+    assert found_values[3:] == expected_values[3:] == [None]
     for job in bank.jobs:
         assert_same_step(found[job.id], expected[job.id])
+
+
+def test_memory_that_runs_out_after_a_micro_batch_counts_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    plenty, bank = (trained_bank("mixtral", sft_task(jobs_of("mixtral"), max_tokens_per_pass=90)) for _ in range(2))
+    expected = plenty.step()
+    own, calls = bank.backbone.token_losses, []
+
+    def token_losses(hidden_SH: torch.Tensor, targets_S: torch.Tensor) -> torch.Tensor:
+        calls.append(len(targets_S))
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("no memory, as the test wants it")
+        return own(hidden_SH, targets_S)
+
+    monkeypatch.setattr(bank.backbone, "token_losses", token_losses)
+    found = bank.step()
+    assert len(bank.memory_events) == 1
+    for job in bank.jobs:
+        assert_same_step(found[job.id], expected[job.id])
+    found_values, expected_values = (one.trainer.balance.values() for one in (bank, plenty))
+    assert found_values[:3] == pytest.approx(expected_values[:3], rel=1e-5)
 
 
 @pytest.mark.parametrize("company", ["other weights", "nan"])
@@ -271,3 +296,50 @@ class TestRefusals:
         with pytest.raises(UnsupportedModelError, match=r"computes it for Mixtral, found .* to 0, or use another"):
             self.context(make_mixture("mixtral"))
         assert self.context(make_mixture("mixtral"), router_aux_loss_coef=0.0).jobs
+
+
+class TestTheJournal:
+    """``router_losses`` of ``train`` events: the loss of routers itself, beside the loss of the objective."""
+
+    def recorded(self, tmp_path: Path, **settings: Any) -> dict[str, list[dict[str, Any]]]:
+        jobs = [job | {"batch_size": 2} for job in jobs_of("mixtral")]
+        task = sft_task(jobs, max_steps=3, early_exit=False, max_slots=4, **settings)
+        run_dir = RunDir.create(tmp_path, task)
+        backbone = Backbone(make_mixture("mixtral"), None, "unused")
+        with Journal(run_dir.journal_file) as journal:
+            run_alone(TaskSession.build(TaskContext.of(task, backbone, DATA), journal, RunStart(run_dir=run_dir)))
+        found: dict[str, list[dict[str, Any]]] = {}
+        for event in read_events(run_dir.journal_file):
+            if event["event"] == "train":
+                found.setdefault(event["job"], []).append(event)
+        return found
+
+    def test_has_those_of_trl(self, sft: TrlSft, tmp_path: Path) -> None:
+        found = self.recorded(tmp_path)
+        bank = Bank(make_mixture("mixtral"), sft_task([job | {"batch_size": 2} for job in jobs_of("mixtral")]))
+        for job in bank.jobs:
+            losses = [loss for event in found[job.id] for loss in event.get("router_losses", ())]
+            assert sum(len(event["losses"]) for event in found[job.id]) == 3
+            if not weight_of(job):
+                assert losses == []
+                continue
+            # B is 0 before the first step: the routers are the base's.
+            expected = step_alone(
+                make_mixture("mixtral"),
+                job.config,
+                bank.trainer.bank.read(job.slot),
+                tmp_path / job.id,
+                lambda model, job=job: sft.loss(model, DATA.train, job.order.rows_of_step(0), 2, weight_of(job)),
+            )
+            assert losses[0] == pytest.approx(sft.mean_balance(), rel=1e-5)
+            assert found[job.id][0]["losses"][0] == pytest.approx(
+                expected.loss - weight_of(job) * sft.mean_balance(), rel=1e-5
+            )
+            assert len(losses) == 3
+
+    def test_has_the_same_where_batches_are_split(self, tmp_path: Path) -> None:
+        whole, split = (self.recorded(tmp_path / str(tokens), max_tokens_per_pass=tokens) for tokens in (10_000, 30))
+        for job, events in whole.items():
+            expected = [loss for event in events for loss in event.get("router_losses", ())]
+            found = [loss for event in split[job] for loss in event.get("router_losses", ())]
+            assert found == pytest.approx(expected, rel=1e-4)

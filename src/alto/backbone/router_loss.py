@@ -68,7 +68,7 @@ def router_notes(model: PreTrainedModel, given: Sequence[float | None], method: 
         method: The task's method.
     """
     own = _own_coefficient(model.config.get_text_config())
-    if not own or None not in given:
+    if not own or None not in given or not _has_routers(model):
         return ()
     if router_coefficient(model, None, method):
         return (
@@ -194,9 +194,23 @@ def _run_sums(values_TE: Tensor, lengths_U: Tensor, weights_T: Tensor | None) ->
 
 
 def _has_loss(model: PreTrainedModel) -> bool:
-    """Whether the model can return its routers' logits, and its code computes the loss of them."""
+    """Whether the model has routers and can return their logits, and its code computes the loss of them."""
     is_switched = hasattr(model.config.get_text_config(), "output_router_logits")
-    return is_switched and hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func")
+    has_function = hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func")
+    return is_switched and has_function and _has_routers(model)
+
+
+def _has_routers(model: PreTrainedModel) -> bool:
+    """Whether a layer of the model is one of those whose logits transformers records; some configurations have none."""
+    recorders: list[Any] = []
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            found = (module._can_record_outputs or {}).get("router_logits", [])
+            recorders += found if isinstance(found, list) else [found]
+    kinds = tuple(
+        kind for recorder in recorders if isinstance(kind := getattr(recorder, "target_class", recorder), type)
+    )
+    return any(isinstance(module, kinds) for module in model.modules())
 
 
 def _own_coefficient(text: PreTrainedConfig) -> float:

@@ -168,11 +168,13 @@ class Executor:
             if not trainer.is_alone:
                 raise
             no_memory = error
-        loss_of = dict(zip(map(id, jobs), trainer.read(losses), strict=True))
+        values = [None] * len(jobs) if trainer.balance is None else trainer.balance.values()
+        of_jobs = zip(jobs, trainer.read(losses), values, strict=True)
+        losses_of = {id(job): (loss, router_loss) for job, loss, router_loss in of_jobs}
         stepped = {name: [job for job in active if trainer.has_stepped(job)] for name, active in jobs_of.items()}
         self._count(stepped, ready)
         for name, active in stepped.items():
-            self._within(name, self.sessions[name].stepped, [(job, loss_of[id(job)]) for job in active])
+            self._within(name, self.sessions[name].stepped, [(job, *losses_of[id(job)]) for job in active])
         if no_memory is not None:
             for name, session in list(self.sessions.items()):
                 self._within(name, session.save)

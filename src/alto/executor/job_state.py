@@ -31,6 +31,7 @@ class JobState:
         saved_step: Step of its ``last`` state on disk; 0 while there is none.
         saved_best_step: Step of its ``best`` state on disk; 0 while there is none.
         unsaved_losses: Training losses since the last ``train`` event.
+        unsaved_router_losses: Load-balancing losses of the same steps; empty where it trains without.
         unsaved_best: Step and weights of its best adapter, where it is not on disk yet; only the rank that will write
             them has the weights.
     """
@@ -46,6 +47,7 @@ class JobState:
     saved_step: int = 0
     saved_best_step: int = 0
     unsaved_losses: list[float] = field(default_factory=list)
+    unsaved_router_losses: list[float] = field(default_factory=list)
     unsaved_best: tuple[int, AdapterWeights | None] | None = None
 
     @property

@@ -48,7 +48,7 @@ __all__ = ["JournalRecorder", "describe_job"]
 
 class JournalRecorder:
     """Writes events into the journal. It changes the jobs' states in one way: recorded losses are removed from
-    ``unsaved_losses``.
+    ``unsaved_losses`` and ``unsaved_router_losses``.
 
     Args:
         journal: Of the run; a silent one on all ranks but the first.
@@ -191,8 +191,15 @@ class JournalRecorder:
         """The training losses of a job that are not recorded yet."""
         if job.unsaved_losses:
             first_step = job.step - len(job.unsaved_losses) + 1
-            self._journal.append(TrainSteps(job=job.id, first_step=first_step, losses=tuple(job.unsaved_losses)))
-            job.unsaved_losses = []
+            self._journal.append(
+                TrainSteps(
+                    job=job.id,
+                    first_step=first_step,
+                    losses=tuple(job.unsaved_losses),
+                    router_losses=tuple(job.unsaved_router_losses),
+                )
+            )
+            job.unsaved_losses, job.unsaved_router_losses = [], []
 
     def job_evaluated(
         self, job: JobState, found: Evaluated, train_ema: float, *, is_best: bool, test: Evaluated | None = None

@@ -36,13 +36,29 @@ class RouterBalance:
     Args:
         backbone: The base model.
         batches: Every job of the step, on all ranks, its dataset and the rows of its batch.
+        ranks: The processes that train them together.
     """
 
-    def __init__(self, backbone: Backbone, batches: Sequence[tuple[JobState, EncodedDataset, tuple[int, ...]]]) -> None:
+    def __init__(
+        self, backbone: Backbone, batches: Sequence[tuple[JobState, EncodedDataset, tuple[int, ...]]], ranks: Ranks
+    ) -> None:
         self._backbone = backbone
         self._batches = batches
         self._micro_steps = [_MicroSteps.of(*batch) for batch in batches]
+        self._ranks = ranks
         self._counts: dict[int, Tensor] = {}
+        self._found: Tensor | None = None
+
+    def forget(self) -> None:
+        """Forget the losses so far, but not what is counted."""
+        self._found = None
+
+    def values(self) -> list[float | None]:
+        """The loss of every job of the step, not multiplied by its factor; None of jobs that train without. All ranks
+        call it together, after the backward pass."""
+        found = [0.0] * len(self._batches) if self._found is None else self._found.tolist()
+        totals = zip(self._ranks.sum(found), self._micro_steps, strict=True)
+        return [total if steps.coefficient else None for total, steps in totals]
 
     def uncounted(self, micro_batches: MicroBatches) -> list[int]:
         """Indices of the jobs whose rows are in several micro-batches, or on several ranks, without being counted."""
@@ -63,7 +79,6 @@ class RouterBalance:
         forward: Callable[[Sequence[JobRows]], None],
         index_of: Mapping[int, int],
         micro_batches: MicroBatches,
-        ranks: Ranks,
     ) -> None:
         """Count how often each expert is chosen in every micro-step of some jobs, in forward passes without gradients.
 
@@ -74,7 +89,6 @@ class RouterBalance:
             forward: Runs a forward pass over rows as they are trained.
             index_of: Index of the job in each local slot.
             micro_batches: Splits ``work``.
-            ranks: The processes that count together.
 
         Raises:
             RowTooLargeError, DeviceMemoryError: As :meth:`MicroBatches.run`.
@@ -96,8 +110,8 @@ class RouterBalance:
 
         micro_batches.run(work, add, forget=found.clear, split_jobs=True, num_micro_batches=num_micro_batches)
         for index, chosen_UE in found.items():
-            if not ranks.is_alone:
-                totals = ranks.sum(chosen_UE.flatten().tolist())
+            if not self._ranks.is_alone:
+                totals = self._ranks.sum(chosen_UE.flatten().tolist())
                 chosen_UE = torch.tensor(totals, dtype=torch.float64, device=chosen_UE.device).view_as(chosen_UE)
             self._counts[index] = chosen_UE
 
@@ -117,7 +131,14 @@ class RouterBalance:
             losses_J = job_losses(self._backbone, batch, learners)
         jobs = [index_of[part.slot] for part in parts]
         coefficients_J = upload([self._micro_steps[job].coefficient for job in jobs], torch.float64, losses_J.device)
-        return losses_J, losses_J + (coefficients_J * self._losses(routers, parts, jobs)).float()
+        balance_J = self._losses(routers, parts, jobs)
+        self._add(jobs, balance_J.detach())
+        return losses_J, losses_J + (coefficients_J * balance_J).float()
+
+    def _add(self, jobs: Sequence[int], balance_J: Tensor) -> None:
+        if self._found is None:
+            self._found = balance_J.new_zeros(len(self._batches))
+        self._found.index_add_(0, upload(jobs, torch.int64, balance_J.device), balance_J)
 
     def _losses(self, routers: Sequence[Tensor], parts: Sequence[JobRows], jobs: Sequence[int]) -> Tensor:
         """The load-balancing loss of every job in a micro-batch, ``[J]`` float64: the mean of its micro-steps'."""

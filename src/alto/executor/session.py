@@ -228,15 +228,18 @@ class TaskSession:
         if self._admission.admit_jobs(share, taken):
             self._gpu_offers.offer()
 
-    def stepped(self, losses: Sequence[tuple[JobState, float]]) -> None:
-        """Note the steps that jobs have taken, with their training losses; then evaluate those that are due."""
-        for job, loss in losses:
+    def stepped(self, losses: Sequence[tuple[JobState, float, float | None]]) -> None:
+        """Note the steps that jobs have taken, with their training losses, and the load-balancing losses of routers of
+        those that train with them; then evaluate those that are due."""
+        for job, loss, router_loss in losses:
             job.step += 1
             job.unsaved_losses.append(loss)
+            if router_loss is not None:
+                job.unsaved_router_losses.append(router_loss)
             decision = self.state.selection.observe_losses(job.id, job.step, [loss])
             if decision is not None:
                 self._lifecycle.end(job, decision)
-        self._evaluate([job for job, _ in losses if job.is_due and self.state.is_competing(job)])
+        self._evaluate([job for job, *_ in losses if job.is_due and self.state.is_competing(job)])
 
     def row_too_large(self, error: RowTooLargeError) -> None:
         """End the job of this task whose row does not fit into memory."""

@@ -64,6 +64,7 @@ class Trainer:
 
     Attributes:
         slots: Maps slots to ranks and local slots.
+        balance: The load-balancing losses of the last step; None where no job of it trains with them.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Trainer:
         self.micro_batches = micro_batches
         self._ranks = ranks
         self.slots = RankSlots(num_ranks=ranks.size, per_rank=bank.num_slots)
+        self.balance: RouterBalance | None = None
 
     def use(self, forward_context: ForwardContext) -> None:
         """Use another context, after the modules of the base model were wrapped again."""
@@ -159,7 +161,7 @@ class Trainer:
         ]
         kl = self._divergences(batches)
         has_balance = any(job.planned.router_aux_loss_coef for job in jobs)
-        balance = RouterBalance(self._backbone, batches) if has_balance else None
+        self.balance = balance = RouterBalance(self._backbone, batches, self._ranks) if has_balance else None
         work, num_micro_batches = self._work(batches)
         losses: Tensor | None = None
 
@@ -193,11 +195,13 @@ class Trainer:
         def prepare() -> None:
             if balance is not None and (split := balance.uncounted(self.micro_batches)):
                 share = self._work([batches[index] for index in split], split_jobs=True)
-                balance.count(split, *share, forward, index_of, self.micro_batches, self._ranks)
+                balance.count(split, *share, forward, index_of, self.micro_batches)
 
         def forget() -> None:
             nonlocal losses
             losses = None
+            if balance is not None:
+                balance.forget()
             for local_slot in here:
                 self.bank.grads_ZP[local_slot].zero_()
 

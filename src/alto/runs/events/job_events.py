@@ -79,11 +79,14 @@ class TrainSteps:
         job: Job id.
         first_step: Step of the first loss.
         losses: One loss a step, nats per token.
+        router_losses: The load-balancing loss of the routers at each of these steps, which is not in ``losses`` and not
+            multiplied by ``router_aux_loss_coef``; empty where the job trains without it.
     """
 
     job: str
     first_step: int
     losses: tuple[float, ...]
+    router_losses: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
