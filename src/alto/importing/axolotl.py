@@ -7,7 +7,7 @@ from typing import Any
 
 from alto.errors import SpecError, UnsupportedError
 from alto.importing.axolotl_data import read_datasets
-from alto.importing.axolotl_keys import ANSWERS
+from alto.importing.axolotl_keys import ANSWERS, PREFIXES
 from alto.importing.draft import Draft
 from alto.importing.trainer import (
     compares_replies_as_tool,
@@ -89,6 +89,7 @@ def read_axolotl(draft: Draft, method_name: str | None) -> None:
     if draft.take("train_on_inputs") and method.name == "sft":
         draft.put("train_on", "all")
         draft.used("train_on_inputs", "train_on: all")
+    draft.drop(PREFIXES)
     draft.pass_on(ANSWERS, method)
     set_defaults(draft, _DEFAULTS)
     compares_replies_as_tool(draft, method)

@@ -47,8 +47,9 @@ _LABELLED_TYPES: Mapping[str, str] = {
     "icr": "input",
     "prompt_pairs": "prompt",
     "ultra": "prompt",
+    "argilla_chat": "",
 }
-"""The column of prompts of labelled replies, likewise."""
+"""The column of prompts, empty where the completion is a whole conversation, of labelled replies, likewise."""
 
 _ROLES = {"user": ["human", "user"], "assistant": ["gpt", "assistant"], "system": ["system"], "tool": ["tool"]}
 _LEGACY_KEYS = {"role": "message_field_role", "content": "message_field_content"}
@@ -122,13 +123,25 @@ def _source(draft: Draft, entry: Mapping[str, Any], where: str, method: Method) 
             "rows are written by the chat template of the model's tokenizer; write another one's Jinja text "
             "in the task's chat_template",
         )
-    split = entry.get("split")
-    if split is not None and (not isinstance(split, str) or "[" in split or "+" in split):
-        raise UnsupportedError(
-            f"{where}.split: expected the name of a split, found {quoted(split)}. Name it alone, and write "
-            "max_samples to use a part of its rows."
-        )
+    split = _split(draft, entry.get("split"), where)
     return Source(path=_path(draft, entry, where), form=form, columns=columns, config=entry.get("name"), split=split)
+
+
+def _split(draft: Draft, given: object, where: str) -> str | None:
+    """The name of a split; a part of it (``train[:10%]``) is reported."""
+    if given is None:
+        return None
+    if not isinstance(given, str) or "+" in given:
+        raise UnsupportedError(
+            f"{where}.split: expected the name of a split, found {quoted(given)}. Write an entry of datasets for each."
+        )
+    name, is_part, part = given.partition("[")
+    if is_part:
+        draft.not_supported(
+            f"{where}.split",
+            f"{quoted('[' + part)} is a part of the split: all its rows are used; max_samples draws fewer",
+        )
+    return name
 
 
 def _path(draft: Draft, entry: Mapping[str, Any], where: str) -> str:
@@ -253,7 +266,11 @@ def _labelled_columns(draft: Draft, entry: Mapping[str, Any], kind: object, wher
             f"{quoted(kind)}, which ALTO cannot read. Write the rows with the columns prompt, completion and label."
         )
     _written_by(draft, template, where)
-    return {"prompt": _LABELLED_TYPES[name], "completion": "completion", "label": "label"}
+    prompt = _LABELLED_TYPES[name]
+    return {
+        **({"prompt": prompt, "completion": "completion"} if prompt else {"messages": "completion"}),
+        "label": "label",
+    }
 
 
 def _custom_columns(draft: Draft, kind: Mapping[str, Any], roles: tuple[str, ...], where: str) -> dict[str, str]:

@@ -102,6 +102,10 @@ class Draft:
         value = self.given.pop(key, None)
         return default if value is None else value
 
+    def drop(self, prefixes: tuple[str, ...]) -> None:
+        """Leave out all keys that begin with one of ``prefixes``."""
+        self.given = {key: value for key, value in self.given.items() if not key.startswith(prefixes)}
+
     def put(self, field_name: str, value: Any) -> None:
         """Set a key of the task, where ``value`` is not None."""
         if value is not None:

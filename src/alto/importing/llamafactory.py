@@ -30,17 +30,8 @@ MARKS = frozenset(
 """Keys by which a configuration of LLaMA-Factory is recognised."""
 
 _PREFIXES = (
-    "freeze_",
-    "oft_",
-    "galore_",
-    "apollo_",
-    "badam_",
-    "ppo_",
-    "swanlab_",
-    "ray_",
-    "export_",
-    "image_",
-    "video_",
+    *("freeze_", "oft_", "galore_", "apollo_", "badam_", "ppo_", "swanlab_", "ray_", "export_", "image_", "video_"),
+    *("kt_", "vllm_", "sglang_"),
 )
 """Keys of other kinds of training, other trackers, other launchers or of exports, which alone do nothing."""
 
@@ -70,6 +61,7 @@ _ANSWERS = Answers(
                 *(
                     "flash_attn",
                     "enable_liger_kernel",
+                    "use_kt",
                     "use_unsloth",
                     "use_unsloth_gc",
                     "use_v1_kernels",
@@ -87,6 +79,10 @@ _ANSWERS = Answers(
         **dict.fromkeys(
             ("print_param_status", "include_effective_tokens_per_second", "predict_with_generate", "media_dir"),
             "a run's journal and report have what is known of every job",
+        ),
+        **dict.fromkeys(
+            ("max_new_tokens", "do_sample", "temperature", "top_p", "top_k", "num_beams", "repetition_penalty"),
+            "'alto eval' generates answers",
         ),
         **dict.fromkeys(("quantization_type", "double_quantization"), "4 bits are NF4 with double quantisation"),
         "loraplus_lr_embedding": "no adapter is on the embeddings",
@@ -178,8 +174,7 @@ def read_llamafactory(draft: Draft, method_name: str | None) -> None:
     read_trainer_keys(draft)
     _read_adapter(draft)
     _read_quantisation(draft)
-    for key in [key for key in draft.given if key.startswith(_PREFIXES)]:
-        draft.take(key)
+    draft.drop(_PREFIXES)
     draft.pass_on(_ANSWERS, method)
     set_defaults(draft, _DEFAULTS)
     compares_replies_as_tool(draft, method)

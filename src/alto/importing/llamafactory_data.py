@@ -195,11 +195,7 @@ def _conversation(
     form = message_form(tags["role_tag"], tags["content_tag"], roles, where)
     messages = named.get("messages", "conversations")
     if is_labelled:
-        raise UnsupportedError(
-            f"{where}: expected labelled replies in a column beside their prompts, found conversations in "
-            f"{quoted(messages)} that end with them. Write the last message of each into a column completion, and the "
-            "others into prompt."
-        )
+        return "unpaired_preference", {"messages": messages, "label": named["kto_tag"]}
     if is_pair:
         return "preference", {"prompt": messages, **_pair(named)}
     return form, {"messages": messages}
