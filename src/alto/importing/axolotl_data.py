@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from alto.errors import SpecError, UnsupportedError
-from alto.importing.draft import Draft
+from alto.importing.draft import Draft, checked
 from alto.importing.sources import Source, message_form, put_sources, readable_path
 from alto.spec.method import Method
 from alto.spec.quoting import quoted
@@ -204,8 +204,8 @@ def _conversation(draft: Draft, entry: Mapping[str, Any], kind: str, where: str)
     usual = {"role": "from", "content": "value"} if kind == "sharegpt" else {"role": "role", "content": "content"}
     column = entry.get("field_messages") or ("conversations" if kind == "sharegpt" else "messages")
     form = _message_form(entry, usual, where)
-    trained = entry.get("roles_to_train")
-    if trained is not None and not set(trained) <= {"assistant", "gpt", "model"}:
+    trained = checked(entry.get("roles_to_train") or [], list, f"{where}.roles_to_train")
+    if not all(role in ("assistant", "gpt", "model") for role in trained):
         draft.not_supported(f"{where}.roles_to_train", "replies are trained; train_on: all trains every token")
     if entry.get("train_on_eos") not in (None, "turn"):
         draft.not_supported(f"{where}.train_on_eos", "the token that ends a trained reply is trained, and no other")
@@ -216,7 +216,8 @@ def _conversation(draft: Draft, entry: Mapping[str, Any], kind: str, where: str)
 
 
 def _message_form(entry: Mapping[str, Any], usual: Mapping[str, str], where: str) -> str:
-    mapping = entry.get("message_property_mappings") or {}
+    where_mapping = f"{where}.message_property_mappings"
+    mapping = checked(entry.get("message_property_mappings") or {}, dict, where_mapping)
     keys = {part: mapping.get(part) or entry.get(_LEGACY_KEYS[part]) or usual[part] for part in ("role", "content")}
     roles = entry.get("roles")
     if roles is not None and not isinstance(roles, Mapping):

@@ -7,15 +7,16 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from alto.errors import SpecError
 from alto.spec.job_config import JOB_FIELDS
 from alto.spec.keys import JOB_ALIASES, NOT_NEEDED_KEYS, TASK_ALIASES, UNSUPPORTED_KEYS, asks_for_nothing
 from alto.spec.method import Method
 from alto.spec.quoting import quoted
 from alto.spec.task import TASK_FIELDS
 
-__all__ = ["Answers", "Draft", "Note", "NoteKind"]
+__all__ = ["Answers", "Draft", "Note", "NoteKind", "checked"]
 
 
 _REMOVE = re.compile(r"[;.]?( [Rr]emove the key)?\.?$")
@@ -29,6 +30,21 @@ class NoteKind(StrEnum):
     UNKNOWN = "unknown"
     USED = "used as"
     NOT_NEEDED = "not needed"
+
+
+_Kind = TypeVar("_Kind", str, list[Any], dict[Any, Any])
+_KIND_NAMES: Mapping[type, str] = {str: "text", list: "a list", dict: "a mapping"}
+
+
+def checked(value: object, kind: type[_Kind], where: str) -> _Kind:
+    """``value``, which is to be text, a list or a mapping.
+
+    Raises:
+        SpecError: It is something else.
+    """
+    if not isinstance(value, kind):
+        raise SpecError(f"{where}: expected {_KIND_NAMES[kind]}, found {quoted(value)}. Correct it.")
+    return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +105,24 @@ class Draft:
     values: dict[str, Any] = field(default_factory=dict)
     notes: list[Note] = field(default_factory=list)
     spellings: dict[str, str] = field(default_factory=dict)
+
+    def take_text(self, key: str, default: str | None = None) -> str | None:
+        """The value of ``key``, which is to be text.
+
+        Raises:
+            SpecError: It is something else.
+        """
+        found = self.take(key, default)
+        return None if found is None else checked(found, str, key)
+
+    def take_list(self, key: str) -> list[Any]:
+        """The value of ``key``, which is to be a list; empty where there is none.
+
+        Raises:
+            SpecError: It is something else.
+        """
+        found: list[Any] = checked(self.take(key, []), list, key)
+        return found
 
     def rename(self, key: str, name: str) -> None:
         """Read ``key`` under another name from now on; the report has the user's."""

@@ -153,7 +153,7 @@ def read_llamafactory(draft: Draft, method_name: str | None) -> None:
         SpecError: ``dataset_info.json`` or a key of the file is not as LLaMA-Factory has it.
         UnsupportedError: It trains something else than adapters, or has a dataset that ALTO cannot read.
     """
-    stage, kind = draft.take("stage", "sft"), draft.take("finetuning_type", "lora")
+    stage, kind = draft.take_text("stage", "sft"), draft.take_text("finetuning_type", "lora")
     if kind != "lora":
         raise UnsupportedError(
             f"finetuning_type: expected 'lora', found {quoted(kind)}: ALTO trains LoRA adapters. Write "
@@ -182,7 +182,7 @@ def read_llamafactory(draft: Draft, method_name: str | None) -> None:
 
 def _read_preference(draft: Draft, stage: str) -> str:
     """The method of ``stage``; LLaMA-Factory has ORPO and SimPO among the losses of DPO."""
-    loss, weight = draft.take("pref_loss", "sigmoid"), draft.take("pref_ftx", 0)
+    loss, weight = draft.take_text("pref_loss", "sigmoid"), draft.take("pref_ftx")
     smoothing, gamma = draft.take("dpo_label_smoothing", 0), draft.take("simpo_gamma")
     if stage != "dpo":
         return _STAGES[stage]
@@ -191,7 +191,7 @@ def _read_preference(draft: Draft, stage: str) -> str:
             draft.not_supported("pref_ftx", "ORPO has the cross-entropy of chosen replies already, with the weight 1")
         return "orpo"
     if loss == "simpo":
-        draft.values.update({"loss_type": "simpo", "cpo_alpha": float(weight)})
+        draft.values.update({"loss_type": "simpo", "cpo_alpha": weight or 0.0})
         draft.put("simpo_gamma", gamma)
         draft.used("pref_loss", "method: cpo with loss_type: simpo and cpo_alpha: the weight of pref_ftx")
         return "cpo"
@@ -201,7 +201,7 @@ def _read_preference(draft: Draft, stage: str) -> str:
     if smoothing:
         draft.put("label_smoothing", smoothing)
     if weight:
-        draft.put("rpo_alpha", float(weight))
+        draft.put("rpo_alpha", weight)
         draft.used("pref_ftx", "rpo_alpha: the cross-entropy is averaged over the tokens of a step, not row by row")
     return "dpo"
 

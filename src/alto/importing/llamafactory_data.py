@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from alto.errors import SpecError, UnsupportedError
-from alto.importing.draft import Draft
+from alto.importing.draft import Draft, checked
 from alto.importing.sources import Source, message_form, put_sources, readable_path
 from alto.spec.method import Method
 from alto.spec.outside import read_json
@@ -188,8 +188,8 @@ def _form(
 def _conversation(
     entry: Mapping[str, Any], named: Mapping[str, Any], where: str, *, is_pair: bool, is_labelled: bool
 ) -> tuple[str, dict[str, str]]:
-    given = entry.get("tags")
-    tags = {**_TAGS, **(given if isinstance(given, Mapping) else {})}
+    given = checked(entry.get("tags") or {}, dict, f"tags of {where}")
+    tags = {**_TAGS, **given}
     # Speakers that the file does not name are not in its rows.
     roles = {_ROLE_OF_TAG[tag]: [tags[tag]] for tag in (given or _TAGS) if tag in _ROLE_OF_TAG}
     form = message_form(tags["role_tag"], tags["content_tag"], roles, where)
