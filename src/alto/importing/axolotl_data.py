@@ -74,6 +74,8 @@ def read_datasets(draft: Draft, method: Method) -> None:
         SpecError: They are no lists of mappings.
         UnsupportedError: A dataset has a form that ALTO cannot read.
     """
+    if draft.replaces_dataset("datasets", "test_datasets"):
+        return
     given, held_out = draft.take("datasets"), draft.take("test_datasets")
     sources = [
         _source(draft, entry, f"datasets[{index}]", method) for index, entry in enumerate(_listed(given, "datasets"))

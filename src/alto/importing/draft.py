@@ -98,6 +98,7 @@ class Draft:
         values: The keys of the task: canonical names, local files by absolute paths.
         notes: The report so far.
         spellings: The user's spelling of keys that are read under another name.
+        replaced: Fields of the task that overrides set.
     """
 
     given: dict[str, Any]
@@ -105,6 +106,16 @@ class Draft:
     values: dict[str, Any] = field(default_factory=dict)
     notes: list[Note] = field(default_factory=list)
     spellings: dict[str, str] = field(default_factory=dict)
+    replaced: frozenset[str] = frozenset()
+
+    def replaces_dataset(self, *keys: str) -> bool:
+        """Whether an override names the dataset, so that ``keys``, which say what it is, are not read."""
+        if "dataset" not in self.replaced:
+            return False
+        for key in keys:
+            if self.take(key) is not None:
+                self.not_needed(key, "'--set dataset' names the rows; dataset_format and columns describe them")
+        return True
 
     def take_text(self, key: str, default: str | None = None) -> str | None:
         """The value of ``key``, which is to be text.

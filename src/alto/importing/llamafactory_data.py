@@ -43,6 +43,8 @@ def read_datasets(draft: Draft, method: Method) -> None:
         SpecError: There is no ``dataset_info.json``, or it does not have a dataset.
         UnsupportedError: A dataset has a form that ALTO cannot read.
     """
+    if draft.replaces_dataset("dataset", "eval_dataset", "dataset_dir", "mix_strategy", "interleave_probs"):
+        return
     names, held_out = (_names(draft.take(key)) for key in ("dataset", "eval_dataset"))
     strategy, probabilities = draft.take("mix_strategy", "concat"), draft.take("interleave_probs")
     folder = draft.take("dataset_dir", "data")

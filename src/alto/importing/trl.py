@@ -121,8 +121,10 @@ def _command(draft: Draft) -> str:
 
 def _read_dataset(draft: Draft) -> None:
     """Read ``dataset_name`` with its configuration and splits, or ``datasets``, which overrules it as in TRL."""
-    listed = draft.take_list("datasets")
     keys = ("dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split")
+    if draft.replaces_dataset("datasets", *keys, "test_split_size"):
+        return
+    listed = draft.take_list("datasets")
     name, config, train, test = (draft.take(key) for key in keys)
     share = draft.take("test_split_size")
     if isinstance(share, float) and 0 < share < 1:
