@@ -426,7 +426,8 @@ listed with counts before training. Which tokens are trained under well-known te
 [chat-templates.md](chat-templates.md).
 
 **Pairs** (`preference`, `openai_preference`) are for `method: dpo`, `orpo` and `cpo`, **labelled replies**
-(`unpaired_preference`; a `label` is true where the reply is desirable) for `kto`, which also makes two of each pair;
+(`unpaired_preference`; a `label` is true where the reply, which may be the last message, is desirable) for `kto`,
+which also makes two of each pair;
 **texts with labels** (`text_classification`) for `classification` and `regression`
 ([data.md](data.md#texts-with-labels)); the others are for `sft`; where a dataset has columns of several, the method
 takes its own. A reply is a text, a message or a list of messages.

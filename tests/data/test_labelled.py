@@ -85,6 +85,40 @@ def test_messages_as_prompt_and_completion(tmp_path: Path) -> None:
     assert first != LabelledConversation(first.unlabelled, False)  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize(
+    "keys", [("messages", "role", "content", "user", "assistant"), ("conversations", "from", "value", "human", "gpt")]
+)
+def test_a_conversation_ends_with_the_labelled_reply(tmp_path: Path, keys: tuple[str, ...]) -> None:
+    """It is the prompt and the completion: replies before the last one are not trained."""
+    column, role, says, user, assistant = keys
+    plain, talks = [], []
+    for n in range(8):
+        turns = [("user", f"{n}?"), ("assistant", "Plus 1?"), ("user", "Yes."), ("assistant", f"{n + 1}.")]
+        messages = [{"role": who, "content": text} for who, text in turns]
+        plain.append({"prompt": messages[:-1], "completion": messages[-1:], "label": n % 2 == 0})
+        named = [{role: user if who == "user" else assistant, says: text} for who, text in turns]
+        talks.append({column: named, "label": n % 2 == 0})
+    (tmp_path / "plain").mkdir()
+    expected, found = encode(make_task(tmp_path / "plain", plain)), encode(make_task(tmp_path, talks))
+    assert read_task_rows(make_task(tmp_path, talks)).layout.form == "unpaired_preference"
+    assert digest_of(found.train) == digest_of(expected.train)
+    assert digest_of(found.validation) == digest_of(expected.validation)
+    named_columns = [{"talk": row[column], "good": row["label"], "label": 3} for row in talks]
+    renamed = make_task(tmp_path, named_columns, columns={"messages": "talk", "label": "good"})
+    assert digest_of(encode(renamed).train) == digest_of(expected.train)
+
+
+def test_prompt_and_completion_win_over_a_conversation(tmp_path: Path) -> None:
+    rows = [{**row, "messages": [{"role": "user", "content": "other"}]} for row in labelled_rows(8)]
+    assert read_task_rows(make_task(tmp_path, rows)).layout.column("prompt") == "prompt"
+
+
+def test_a_conversation_without_a_last_reply_is_refused(tmp_path: Path) -> None:
+    messages = [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
+    with pytest.raises(DataFormatError, match="expected messages to end with the reply that the label is about"):
+        read_task_rows(make_task(tmp_path, [{"messages": messages, "label": True}] * 4))
+
+
 @pytest.mark.parametrize("label", [None, "yes", 2, 0.5])
 def test_a_label_that_is_none_is_refused(tmp_path: Path, label: object) -> None:
     rows = [*labelled_rows(4), {"prompt": "a", "completion": "b", "label": label}]

@@ -143,6 +143,12 @@ def test_types_of_labelled_replies(folder: Path, kind: str, prompt: str) -> None
     imported_task([found])
 
 
+def test_a_labelled_conversation(folder: Path) -> None:
+    found = imported(folder, rl="kto", micro_batch_size=2, datasets=[{"path": "a/b", "type": "llama3.argilla_chat"}])
+    assert found.values["columns"] == {"messages": "completion", "label": "label"}
+    imported_task([found])
+
+
 @pytest.mark.parametrize(
     ("entry", "keys", "reason"),
     [
@@ -150,8 +156,8 @@ def test_types_of_labelled_replies(folder: Path, kind: str, prompt: str) -> None
         ({"type": "input_output"}, {}, "which ALTO cannot read. Convert the rows into messages"),
         ({"type": None}, {}, "found None"),
         ({"type": "chatml.nectar"}, {"rl": "dpo"}, "found 'chatml.nectar', which ALTO cannot read"),
-        ({"type": "chatml.argilla_chat"}, {"rl": "kto"}, "with the columns prompt, completion and label"),
-        ({"type": "alpaca", "split": "train[:10%]"}, {}, "expected the name of a split, found 'train[:10%]'"),
+        ({"type": "chatml.other"}, {"rl": "kto"}, "with the columns prompt, completion and label"),
+        ({"type": "alpaca", "split": "train+test"}, {}, "expected the name of a split, found 'train+test'"),
         ({"type": "alpaca", "data_files": ["a.json", "b.json"]}, {}, "data_files: expected one file"),
         ({"type": "alpaca", "data_files": "a.json"}, {}, "expected a local file, found 'a.json' of 'a/b'"),
         ({"type": "alpaca", "path": "s3://bucket/x"}, {}, "found the address 's3://bucket/x'"),
@@ -199,6 +205,7 @@ def test_test_datasets_are_validation_rows(folder: Path) -> None:
         ({"roles_to_train": ["user", "assistant"]}, "datasets[0].roles_to_train"),
         ({"chat_template": "chatml"}, "datasets[0].chat_template"),
         ({"revision": "abc"}, "datasets[0].revision"),
+        ({"split": "train[:10%]"}, "datasets[0].split"),
         ({"message_field_training": "train"}, "datasets[0].message_field_training"),
         ({"drop_system_message": True}, "datasets[0].drop_system_message"),
     ],
@@ -206,6 +213,7 @@ def test_test_datasets_are_validation_rows(folder: Path) -> None:
 def test_keys_of_a_dataset_that_are_left_out_are_reported(folder: Path, entry: dict[str, Any], key: str) -> None:
     found = imported(folder, datasets=[{"path": "a/b", "type": "chat_template", **entry}])
     assert line(found, key).startswith(f"{key}: not supported: ")
+    assert "dataset_train_split" not in found.values
 
 
 @pytest.mark.parametrize(

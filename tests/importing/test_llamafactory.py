@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from foreign_configs import write_configs
+from foreign_configs import DATASET_INFO, write_configs
 
 from alto.errors import AltoError, SpecError, UnsupportedError
 from alto.importing import ImportedFile, import_file, imported_task
@@ -99,6 +99,11 @@ def test_what_the_file_leaves_out_is_llamafactorys_default(folder: Path) -> None
             "dpo",
             {"dataset_format": "preference", "columns": {"prompt": "q", "chosen": "c", "rejected": "r"}},
         ),
+        (
+            DATASET_INFO["kto_en_demo"],
+            "kto",
+            {"dataset_format": "unpaired_preference", "columns": {"messages": "messages", "label": "label"}},
+        ),
     ],
 )
 def test_forms_of_dataset_info(folder: Path, entry: dict[str, Any], method: str, expected: dict[str, Any]) -> None:
@@ -127,11 +132,6 @@ def test_forms_of_dataset_info(folder: Path, entry: dict[str, Any], method: str,
         ({"file_name": "x.json", "columns": {"prompt": "text"}}, {}, "a column of prompts and one of responses"),
         ({"file_name": "x.json", "ranking": True}, {}, "expected rows for method 'sft', found pairs"),
         ({"file_name": "x.json"}, {"stage": "dpo"}, "expected rows for method 'dpo', found replies"),
-        (
-            {"file_name": "x.json", "formatting": "sharegpt", "columns": {"messages": "m", "kto_tag": "label"}},
-            {"stage": "kto"},
-            "found conversations in 'm' that end with them. Write the last message of each into a column completion",
-        ),
         (
             {"file_name": "x.json", "columns": {"prompt": "p", "query": "q", "response": "r", "kto_tag": "l"}},
             {"stage": "kto"},

@@ -59,9 +59,9 @@ EXPECTED: dict[str, dict[str, Any]] = {
     },
     "llamafactory-kto.yaml": {
         "model": "alto-tiny",
-        "dataset": "data/labelled.jsonl",
+        "dataset": "data/kto_en_demo.json",
         "dataset_format": "unpaired_preference",
-        "columns": {"prompt": "prompt", "completion": "completion", "label": "label"},
+        "columns": {"messages": "messages", "label": "label"},
         "validation_split": 0.1,
         "max_length": 2048,
         "method": "kto",
@@ -275,7 +275,7 @@ def test_rows_are_read_as_the_task_says(name: str, folder: Path) -> None:
 
 
 @pytest.mark.slow("models")
-@pytest.mark.parametrize("name", ["llamafactory-dpo.yaml", "axolotl-lora.yml", "trl-sft.yaml"])
+@pytest.mark.parametrize("name", ["llamafactory-dpo.yaml", "llamafactory-kto.yaml", "axolotl-lora.yml", "trl-sft.yaml"])
 def test_the_task_is_trained(name: str, folder: Path) -> None:
     smaller = ["--set", "max_steps=2", "--set", "max_length=64", "--set", "dtype=float32"]
     assert invoke("import", name, "--to", "task.yaml", *smaller).exit_code == 0

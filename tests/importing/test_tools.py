@@ -9,8 +9,8 @@ from foreign_configs import CONFIGS, write_configs
 from typer.testing import CliRunner
 
 from alto.cli import app
-from alto.errors import SpecError
-from alto.importing import TOOLS, import_file
+from alto.errors import SpecError, UnsupportedError
+from alto.importing import TOOLS, import_file, imported_task
 
 
 def test_marks_of_the_tools_are_their_own() -> None:
@@ -68,3 +68,25 @@ def test_the_tool_may_be_named(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("model_name_or_path: m\ndataset_name: a/b\n", encoding="utf-8")
     assert import_file(tmp_path / "c.yaml", "trl").values["dataset"] == "a/b"
     assert import_file(tmp_path / "c.yaml", "llamafactory").tool.title == "LLaMA-Factory"
+
+
+@pytest.mark.parametrize(
+    ("tool", "text"),
+    [
+        (
+            "axolotl",
+            "base_model: alto-tiny\nadapter: lora\nlearning_rate: 1e-4\ndatasets: [{path: 's3://a/b', type: other}]\n",
+        ),
+        ("llamafactory", "model_name_or_path: alto-tiny\nstage: sft\ndataset: nothing\ndataset_dir: nowhere\n"),
+        ("trl", "model_name_or_path: alto-tiny\nuse_peft: true\ndatasets: [{path: a, data_dir: b}]\n"),
+    ],
+)
+def test_a_dataset_that_cannot_be_read_is_replaced_as_the_error_says(tool: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(text, encoding="utf-8")
+    with pytest.raises((SpecError, UnsupportedError)):
+        import_file(tmp_path / "c.yaml", tool)
+    overrides = ["dataset=a/b", "columns={prompt: q, completion: a}"]
+    found = import_file(tmp_path / "c.yaml", tool, overrides)
+    task = imported_task([found], overrides).task
+    assert (task.dataset, task.columns) == ("a/b", {"prompt": "q", "completion": "a"})
+    assert any(note.key in ("datasets", "dataset") and "'--set dataset'" in note.text for note in found.notes)

@@ -152,11 +152,11 @@ def test_all_keys_that_are_refused_are_named_at_once():
     given = {"lerning_rate": 1, "save_steps": 100, "use_qalora": True, "xyzzy": 1, 3: 4, "r": 8, "logging_steps": 10}
     with pytest.raises(UnknownKeyError) as caught:
         canonical(given)
-    lines = str(caught.value).splitlines()
+    *lines, last = str(caught.value).splitlines()
     assert [line.split("key ")[1].split()[0].strip(",.") for line in lines] == [
         *("'lerning_rate'", "'save_steps'", "'use_qalora'", "'xyzzy'", "3")
     ]
-    assert lines[-1].count("Known keys are") == 1
+    assert last.startswith("Known keys are adam_beta1, ")
 
 
 def test_keys_that_are_known_and_refused_are_no_misspelt_ones():
@@ -168,7 +168,7 @@ def test_keys_that_are_known_and_refused_are_no_misspelt_ones():
 def test_a_long_list_of_keys_is_shortened():
     with pytest.raises(UnknownKeyError, match="here has 180 further keys that are unknown or not supported") as caught:
         canonical({f"k{number}x": 1 for number in range(200)})
-    assert len(str(caught.value).splitlines()) == 21
+    assert len(str(caught.value).splitlines()) == 22
 
 
 def test_keys_of_other_places_are_named_with_the_others():

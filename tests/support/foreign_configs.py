@@ -92,7 +92,7 @@ do_train: true
 finetuning_type: lora
 lora_target: all
 pref_beta: 0.1
-dataset: kto_rows
+dataset: kto_en_demo
 template: llama3
 cutoff_len: 2048
 output_dir: saves/llama3-8b/lora/kto
@@ -409,10 +409,6 @@ DATASET_INFO: Mapping[str, Any] = {
         "formatting": "sharegpt",
         "columns": {"messages": "conversations", "chosen": "chosen", "rejected": "rejected"},
     },
-    "kto_rows": {
-        "file_name": "labelled.jsonl",
-        "columns": {"prompt": "prompt", "response": "completion", "kto_tag": "label"},
-    },
     "kto_en_demo": {
         "file_name": "kto_en_demo.json",
         "formatting": "sharegpt",
@@ -456,6 +452,10 @@ def write_configs(folder: Path) -> Path:
         ],
         "labelled.jsonl": [
             {"prompt": asks, "completion": says if number % 2 else wrong, "label": bool(number % 2)}
+            for number, (asks, says, wrong) in enumerate(sums)
+        ],
+        "kto_en_demo.json": [
+            {"messages": [_user(asks), _assistant(says if number % 2 else wrong)], "label": bool(number % 2)}
             for number, (asks, says, wrong) in enumerate(sums)
         ],
         "chat.jsonl": [

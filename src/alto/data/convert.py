@@ -236,6 +236,17 @@ def _with_input(role: str, fields: _Fields) -> Message:
     return Message("user", "\n\n".join(part for part in parts if part))
 
 
+def _labelled_reply(fields: _Fields) -> list[Message]:
+    """The completion behind its prompt; or a conversation, whose last message is the reply and all others context."""
+    if fields.layout.column("messages") is None:
+        return _prompt_completion(fields)
+    turns = fields.turns_or_text("messages", "user")
+    if turns[-1].role != "assistant":
+        expected = f"{fields.column('messages')} to end with the reply that the label is about"
+        raise fields.wrong(expected, turns[-1].role, FaultKind.NO_REPLY)
+    return [*_as_context(turns[:-1]), turns[-1]]
+
+
 def _text(fields: _Fields) -> list[Message]:
     return [Message("text", fields.text("text"))]
 
@@ -251,7 +262,7 @@ _CONVERTERS: Mapping[str, Callable[[_Fields], list[Message]]] = {
     "raw_prompt_completion": _raw_prompt_completion,
     "alpaca": _alpaca,
     "text": _text,
-    "unpaired_preference": _prompt_completion,
+    "unpaired_preference": _labelled_reply,
 }
 
 _Conversations = tuple[list[Message], list[Message]]

@@ -15,8 +15,8 @@ form                          columns (optional ones in brackets)
                               text or messages, and a prompt in one of the columns of :data:`_PROMPTS`, which lists of
                               messages may begin with themselves; [``system``]
 ``openai_preference``         ``input`` (``{messages: […]}``), ``preferred_output``, ``non_preferred_output``
-``unpaired_preference``       the columns of ``prompt_completion``, and ``label``: whether the reply is desirable; only
-                              where a method learns from labels
+``unpaired_preference``       the columns of ``prompt_completion``, or a list of messages that ends with the reply, and
+                              ``label``: whether the reply is desirable; only where a method learns from labels
 ``text_classification``       ``label`` or ``labels``, and a text in one of the columns of :data:`_TEXTS`, or two, or
                               ``messages``; only where a method learns the labels of texts
 ============================  ================================================================================
@@ -84,6 +84,7 @@ _REQUIRED: tuple[tuple[str, _Columns], ...] = (
         ("unpaired_preference", (("prompt", prompt), ("completion", completion), ("label", "label")))
         for prompt, completion in (("prompt", "completion"), ("prompt", "response"), ("question", "answer"))
     ),
+    *(("unpaired_preference", (("messages", column), ("label", "label"))) for column in ("messages", "conversations")),
     *(("text_classification", (*texts, ("label", label))) for texts in _TEXTS for label in ("label", "labels")),
 )
 """Every layout of a form: its roles, and their default columns."""
@@ -216,6 +217,7 @@ def find_layout(
     common = _of_kind(common, is_paired)
     if is_labelled:
         common = [layout for layout in common if layout.is_labelled] or common
+        common = [layout for layout in common if layout.column("messages") is None] or common
     if is_classified:
         most_texts = max(layout.num_texts for layout in common)
         common = [layout for layout in common if layout.num_texts == most_texts]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from alto.errors import SpecError, UnsupportedError
+from alto.errors import UnsupportedError
 from alto.importing.axolotl_data import read_datasets
-from alto.importing.axolotl_keys import ANSWERS
-from alto.importing.draft import Draft
+from alto.importing.axolotl_keys import ANSWERS, PREFIXES
+from alto.importing.draft import Draft, checked
 from alto.importing.trainer import (
     compares_replies_as_tool,
     local_model,
@@ -89,6 +88,7 @@ def read_axolotl(draft: Draft, method_name: str | None) -> None:
     if draft.take("train_on_inputs") and method.name == "sft":
         draft.put("train_on", "all")
         draft.used("train_on_inputs", "train_on: all")
+    draft.drop(PREFIXES)
     draft.pass_on(ANSWERS, method)
     set_defaults(draft, _DEFAULTS)
     compares_replies_as_tool(draft, method)
@@ -112,7 +112,7 @@ def _check_adapter(draft: Draft) -> None:
 
 
 def _read_method(draft: Draft) -> str:
-    kind = draft.take("rl")
+    kind = draft.take_text("rl")
     if kind not in _METHODS:
         raise UnsupportedError(
             f"rl: expected one of {', '.join(filter(None, _METHODS))}, found {quoted(kind)}, which ALTO does "
@@ -140,7 +140,7 @@ def _read_method(draft: Draft) -> str:
 
 def _read_template(draft: Draft) -> None:
     """``chat_template`` names one of Axolotl's own, or says that the text is in ``chat_template_jinja``."""
-    name = draft.take("chat_template", "tokenizer_default")
+    name = draft.take_text("chat_template", "tokenizer_default")
     read_template_file(draft, "chat_template_jinja")
     if "chat_template" not in draft.values and name not in ("tokenizer_default", "jinja"):
         draft.not_supported(
@@ -168,9 +168,9 @@ def _read_schedule(draft: Draft) -> None:
 def _read_batch(draft: Draft) -> None:
     """``batch_size`` is that of a whole step; two of the three keys decide the third."""
     rows, parts, step = (draft.take(key) for key in ("micro_batch_size", "gradient_accumulation_steps", "batch_size"))
-    if step is not None and rows is None and isinstance(parts, int) and parts > 0:
+    if isinstance(step, int) and rows is None and isinstance(parts, int) and parts > 0:
         rows = step // parts
-    elif step is not None and parts is None and isinstance(rows, int) and rows > 0:
+    elif isinstance(step, int) and parts is None and isinstance(rows, int) and rows > 0:
         parts = step // rows
     draft.put("per_device_train_batch_size", rows)
     draft.put("gradient_accumulation_steps", parts)
@@ -211,9 +211,7 @@ def _read_length(draft: Draft) -> None:
 
 
 def _read_tokens(draft: Draft) -> None:
-    tokens = draft.take("special_tokens", {})
-    if not isinstance(tokens, Mapping):
-        raise SpecError(f"special_tokens: expected a mapping, found {quoted(tokens)}. Correct it.")
+    tokens = checked(draft.take("special_tokens", {}), dict, "special_tokens")
     changed = [key for key, value in tokens.items() if value is not None and key != "pad_token"]
     if tokens.get("pad_token") is not None:
         draft.not_needed("special_tokens.pad_token", "rows are concatenated without padding")

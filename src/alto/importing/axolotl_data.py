@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from alto.errors import SpecError, UnsupportedError
-from alto.importing.draft import Draft
+from alto.importing.draft import Draft, checked
 from alto.importing.sources import Source, message_form, put_sources, readable_path
 from alto.spec.method import Method
 from alto.spec.quoting import quoted
@@ -47,8 +47,9 @@ _LABELLED_TYPES: Mapping[str, str] = {
     "icr": "input",
     "prompt_pairs": "prompt",
     "ultra": "prompt",
+    "argilla_chat": "",
 }
-"""The column of prompts of labelled replies, likewise."""
+"""The column of prompts, empty where the completion is a whole conversation, of labelled replies, likewise."""
 
 _ROLES = {"user": ["human", "user"], "assistant": ["gpt", "assistant"], "system": ["system"], "tool": ["tool"]}
 _LEGACY_KEYS = {"role": "message_field_role", "content": "message_field_content"}
@@ -73,6 +74,8 @@ def read_datasets(draft: Draft, method: Method) -> None:
         SpecError: They are no lists of mappings.
         UnsupportedError: A dataset has a form that ALTO cannot read.
     """
+    if draft.replaces_dataset("datasets", "test_datasets"):
+        return
     given, held_out = draft.take("datasets"), draft.take("test_datasets")
     sources = [
         _source(draft, entry, f"datasets[{index}]", method) for index, entry in enumerate(_listed(given, "datasets"))
@@ -122,13 +125,25 @@ def _source(draft: Draft, entry: Mapping[str, Any], where: str, method: Method) 
             "rows are written by the chat template of the model's tokenizer; write another one's Jinja text "
             "in the task's chat_template",
         )
-    split = entry.get("split")
-    if split is not None and (not isinstance(split, str) or "[" in split or "+" in split):
-        raise UnsupportedError(
-            f"{where}.split: expected the name of a split, found {quoted(split)}. Name it alone, and write "
-            "max_samples to use a part of its rows."
-        )
+    split = _split(draft, entry.get("split"), where)
     return Source(path=_path(draft, entry, where), form=form, columns=columns, config=entry.get("name"), split=split)
+
+
+def _split(draft: Draft, given: object, where: str) -> str | None:
+    """The name of a split; a part of it (``train[:10%]``) is reported."""
+    if given is None:
+        return None
+    if not isinstance(given, str) or "+" in given:
+        raise UnsupportedError(
+            f"{where}.split: expected the name of a split, found {quoted(given)}. Write an entry of datasets for each."
+        )
+    name, is_part, part = given.partition("[")
+    if is_part:
+        draft.not_supported(
+            f"{where}.split",
+            f"{quoted('[' + part)} is a part of the split: all its rows are used; max_samples draws fewer",
+        )
+    return name
 
 
 def _path(draft: Draft, entry: Mapping[str, Any], where: str) -> str:
@@ -191,8 +206,8 @@ def _conversation(draft: Draft, entry: Mapping[str, Any], kind: str, where: str)
     usual = {"role": "from", "content": "value"} if kind == "sharegpt" else {"role": "role", "content": "content"}
     column = entry.get("field_messages") or ("conversations" if kind == "sharegpt" else "messages")
     form = _message_form(entry, usual, where)
-    trained = entry.get("roles_to_train")
-    if trained is not None and not set(trained) <= {"assistant", "gpt", "model"}:
+    trained = checked(entry.get("roles_to_train") or [], list, f"{where}.roles_to_train")
+    if not all(role in ("assistant", "gpt", "model") for role in trained):
         draft.not_supported(f"{where}.roles_to_train", "replies are trained; train_on: all trains every token")
     if entry.get("train_on_eos") not in (None, "turn"):
         draft.not_supported(f"{where}.train_on_eos", "the token that ends a trained reply is trained, and no other")
@@ -203,7 +218,8 @@ def _conversation(draft: Draft, entry: Mapping[str, Any], kind: str, where: str)
 
 
 def _message_form(entry: Mapping[str, Any], usual: Mapping[str, str], where: str) -> str:
-    mapping = entry.get("message_property_mappings") or {}
+    where_mapping = f"{where}.message_property_mappings"
+    mapping = checked(entry.get("message_property_mappings") or {}, dict, where_mapping)
     keys = {part: mapping.get(part) or entry.get(_LEGACY_KEYS[part]) or usual[part] for part in ("role", "content")}
     roles = entry.get("roles")
     if roles is not None and not isinstance(roles, Mapping):
@@ -253,7 +269,11 @@ def _labelled_columns(draft: Draft, entry: Mapping[str, Any], kind: object, wher
             f"{quoted(kind)}, which ALTO cannot read. Write the rows with the columns prompt, completion and label."
         )
     _written_by(draft, template, where)
-    return {"prompt": _LABELLED_TYPES[name], "completion": "completion", "label": "label"}
+    prompt = _LABELLED_TYPES[name]
+    return {
+        **({"prompt": prompt, "completion": "completion"} if prompt else {"messages": "completion"}),
+        "label": "label",
+    }
 
 
 def _custom_columns(draft: Draft, kind: Mapping[str, Any], roles: tuple[str, ...], where: str) -> dict[str, str]:

@@ -6,7 +6,10 @@ from collections.abc import Mapping
 
 from alto.importing.draft import Answers
 
-__all__ = ["ANSWERS"]
+__all__ = ["ANSWERS", "PREFIXES"]
+
+PREFIXES = ("swanlab_", "comet_", "otel_", "gradio_", "trackio_")
+"""Keys of other trackers and of a chat in a browser, which alone do nothing."""
 
 _NOT_NEEDED: Mapping[str, tuple[str, ...]] = {
     "transformers finds the classes of model and tokenizer by itself": (
@@ -41,6 +44,8 @@ _NOT_NEEDED: Mapping[str, tuple[str, ...]] = {
         *("flash_attention", "sdp_attention", "xformers_attention", "eager_attention", "flex_attention"),
         *("flex_attn_compile_kwargs", "flash_attn_cross_entropy", "flash_attn_rms_norm", "flash_attn_fuse_qkv"),
         *("flash_attn_fuse_mlp", "flash_optimum", "attn_implementation", "unsloth_cross_entropy_loss"),
+        *("fused_attn_kernel", "use_scattermoe", "use_sonicmoe", "experts_implementation", "gptq_disable_exllama"),
+        *("lora_fan_in_fan_out", "expert_parallel_size"),
         *("unsloth_lora_mlp", "unsloth_lora_qkv", "unsloth_lora_o", "unsloth_rms_norm", "unsloth_rope"),
         *("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel", "use_kernels"),
         *("liger_rope", "liger_rms_norm", "liger_glu_activation", "liger_layer_norm", "liger_cross_entropy"),
@@ -106,7 +111,7 @@ _NOT_SUPPORTED: Mapping[str, tuple[str, ...]] = {
         *("peft_layer_replication", "peft_trainable_token_indices", "peft_ensure_weight_tying", "peft", "qat"),
     ),
     "models are quantised by bitsandbytes (NF4, or 8 bits), or as they are on disk": (
-        *("gptq", "bnb_config_kwargs", "quantization", "model_quantization_config", "fp8"),
+        *("gptq", "bnb_config_kwargs", "quantization", "model_quantization_config", "fp8", "quantize_moe_experts"),
         *("model_quantization_config_kwargs", "llama4_linearized_experts"),
     ),
     "attention and positions are the model's own": (
@@ -120,7 +125,9 @@ _NOT_SUPPORTED: Mapping[str, tuple[str, ...]] = {
         *("trl", "vllm", "trainer_cls", "dpo_norm_loss", "dpo_use_logits_to_keep", "dpo_generate_during_eval"),
     ),
     "write adapter_dtype: bfloat16 for adapters of that precision": ("peft_autocast_adapter_dtype",),
-    "trackers are tensorboard, mlflow, wandb and trackio (report_to)": ("use_comet", "use_trackio", "use_otel_metrics"),
+    "trackers are tensorboard, mlflow, wandb and trackio (report_to)": (
+        *("use_comet", "use_trackio", "use_otel_metrics", "use_swanlab"),
+    ),
 }
 
 ANSWERS = Answers(

@@ -7,15 +7,16 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from alto.errors import SpecError
 from alto.spec.job_config import JOB_FIELDS
 from alto.spec.keys import JOB_ALIASES, NOT_NEEDED_KEYS, TASK_ALIASES, UNSUPPORTED_KEYS, asks_for_nothing
 from alto.spec.method import Method
 from alto.spec.quoting import quoted
 from alto.spec.task import TASK_FIELDS
 
-__all__ = ["Answers", "Draft", "Note", "NoteKind"]
+__all__ = ["Answers", "Draft", "Note", "NoteKind", "checked"]
 
 
 _REMOVE = re.compile(r"[;.]?( [Rr]emove the key)?\.?$")
@@ -29,6 +30,21 @@ class NoteKind(StrEnum):
     UNKNOWN = "unknown"
     USED = "used as"
     NOT_NEEDED = "not needed"
+
+
+_Kind = TypeVar("_Kind", str, list[Any], dict[Any, Any])
+_KIND_NAMES: Mapping[type, str] = {str: "text", list: "a list", dict: "a mapping"}
+
+
+def checked(value: object, kind: type[_Kind], where: str) -> _Kind:
+    """``value``, which is to be text, a list or a mapping.
+
+    Raises:
+        SpecError: It is something else.
+    """
+    if not isinstance(value, kind):
+        raise SpecError(f"{where}: expected {_KIND_NAMES[kind]}, found {quoted(value)}. Correct it.")
+    return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +98,7 @@ class Draft:
         values: The keys of the task: canonical names, local files by absolute paths.
         notes: The report so far.
         spellings: The user's spelling of keys that are read under another name.
+        replaced: Fields of the task that overrides set.
     """
 
     given: dict[str, Any]
@@ -89,6 +106,34 @@ class Draft:
     values: dict[str, Any] = field(default_factory=dict)
     notes: list[Note] = field(default_factory=list)
     spellings: dict[str, str] = field(default_factory=dict)
+    replaced: frozenset[str] = frozenset()
+
+    def replaces_dataset(self, *keys: str) -> bool:
+        """Whether an override names the dataset, so that ``keys``, which say what it is, are not read."""
+        if "dataset" not in self.replaced:
+            return False
+        for key in keys:
+            if self.take(key) is not None:
+                self.not_needed(key, "'--set dataset' names the rows; dataset_format and columns describe them")
+        return True
+
+    def take_text(self, key: str, default: str | None = None) -> str | None:
+        """The value of ``key``, which is to be text.
+
+        Raises:
+            SpecError: It is something else.
+        """
+        found = self.take(key, default)
+        return None if found is None else checked(found, str, key)
+
+    def take_list(self, key: str) -> list[Any]:
+        """The value of ``key``, which is to be a list; empty where there is none.
+
+        Raises:
+            SpecError: It is something else.
+        """
+        found: list[Any] = checked(self.take(key, []), list, key)
+        return found
 
     def rename(self, key: str, name: str) -> None:
         """Read ``key`` under another name from now on; the report has the user's."""
@@ -101,6 +146,10 @@ class Draft:
         """The value of ``key``, which counts as read from now on; ``default`` where it is null or not there."""
         value = self.given.pop(key, None)
         return default if value is None else value
+
+    def drop(self, prefixes: tuple[str, ...]) -> None:
+        """Leave out all keys that begin with one of ``prefixes``."""
+        self.given = {key: value for key, value in self.given.items() if not key.startswith(prefixes)}
 
     def put(self, field_name: str, value: Any) -> None:
         """Set a key of the task, where ``value`` is not None."""

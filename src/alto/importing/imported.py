@@ -60,7 +60,7 @@ class ImportedTask:
 
     def to_yaml(self, folder: Path) -> str:
         """The text of its file in ``folder``: local files below it are named relative to it."""
-        sources = ", ".join(f"{file.path.name} ({file.tool.title})" for file in self.files)
+        sources = ", ".join(f"{quoted(file.path.name)[1:-1]} ({file.tool.title})" for file in self.files)
         values = {key: _relative(key, value, folder.resolve()) for key, value in self.values.items()}
         return f"# Imported by alto from {sources}\n{write_yaml(values)}"
 
@@ -71,7 +71,7 @@ def import_file(path: Path, tool: str | None = None, overrides: Iterable[str] = 
     Args:
         path: YAML, or JSON where it ends in ``.json``.
         tool: Name of the tool; None recognises it by the keys.
-        overrides: ``key=value`` each; only a method among them matters here.
+        overrides: ``key=value`` each; here a method among them matters, and a dataset, in place of that of the file.
 
     Raises:
         SpecError: The file cannot be read, or is none of the tool.
@@ -79,9 +79,12 @@ def import_file(path: Path, tool: str | None = None, overrides: Iterable[str] = 
     """
     given = _read(path)
     found = recognise(given, str(path)) if tool is None else find_tool(tool)
-    draft = Draft(given=given, folders=tuple(dict.fromkeys((path.resolve().parent, Path.cwd()))))
+    changes = {TASK_ALIASES.get(key, key): value for key, value in map(parse_override, overrides)}
+    method = changes.get("method")
+    folders = tuple(dict.fromkeys((path.resolve().parent, Path.cwd())))
+    draft = Draft(given=given, folders=folders, replaced=frozenset(changes))
     try:
-        found.read(draft, _named_method(overrides))
+        found.read(draft, None if method is None else str(method))
     except (SpecError, UnsupportedError) as error:
         raise type(error)(f"In {path}: {error}") from None
     return ImportedFile(path=path, tool=found, values=draft.values, notes=tuple(draft.notes))
@@ -145,11 +148,6 @@ def _searched(space: object) -> Iterator[str]:
                 yield from _searched(value)
             else:
                 yield _FIELD_ALIASES.get(str(key), str(key))
-
-
-def _named_method(overrides: Iterable[str]) -> str | None:
-    given = [value for key, value in map(parse_override, overrides) if TASK_ALIASES.get(key, key) == "method"]
-    return str(given[-1]) if given else None
 
 
 def _order(values: Mapping[str, Any]) -> list[str]:

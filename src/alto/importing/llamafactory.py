@@ -30,17 +30,8 @@ MARKS = frozenset(
 """Keys by which a configuration of LLaMA-Factory is recognised."""
 
 _PREFIXES = (
-    "freeze_",
-    "oft_",
-    "galore_",
-    "apollo_",
-    "badam_",
-    "ppo_",
-    "swanlab_",
-    "ray_",
-    "export_",
-    "image_",
-    "video_",
+    *("freeze_", "oft_", "galore_", "apollo_", "badam_", "ppo_", "swanlab_", "ray_", "export_", "image_", "video_"),
+    *("kt_", "vllm_", "sglang_"),
 )
 """Keys of other kinds of training, other trackers, other launchers or of exports, which alone do nothing."""
 
@@ -70,6 +61,7 @@ _ANSWERS = Answers(
                 *(
                     "flash_attn",
                     "enable_liger_kernel",
+                    "use_kt",
                     "use_unsloth",
                     "use_unsloth_gc",
                     "use_v1_kernels",
@@ -87,6 +79,10 @@ _ANSWERS = Answers(
         **dict.fromkeys(
             ("print_param_status", "include_effective_tokens_per_second", "predict_with_generate", "media_dir"),
             "a run's journal and report have what is known of every job",
+        ),
+        **dict.fromkeys(
+            ("max_new_tokens", "do_sample", "temperature", "top_p", "top_k", "num_beams", "repetition_penalty"),
+            "'alto eval' generates answers",
         ),
         **dict.fromkeys(("quantization_type", "double_quantization"), "4 bits are NF4 with double quantisation"),
         "loraplus_lr_embedding": "no adapter is on the embeddings",
@@ -157,7 +153,7 @@ def read_llamafactory(draft: Draft, method_name: str | None) -> None:
         SpecError: ``dataset_info.json`` or a key of the file is not as LLaMA-Factory has it.
         UnsupportedError: It trains something else than adapters, or has a dataset that ALTO cannot read.
     """
-    stage, kind = draft.take("stage", "sft"), draft.take("finetuning_type", "lora")
+    stage, kind = draft.take_text("stage", "sft"), draft.take_text("finetuning_type", "lora")
     if kind != "lora":
         raise UnsupportedError(
             f"finetuning_type: expected 'lora', found {quoted(kind)}: ALTO trains LoRA adapters. Write "
@@ -178,8 +174,7 @@ def read_llamafactory(draft: Draft, method_name: str | None) -> None:
     read_trainer_keys(draft)
     _read_adapter(draft)
     _read_quantisation(draft)
-    for key in [key for key in draft.given if key.startswith(_PREFIXES)]:
-        draft.take(key)
+    draft.drop(_PREFIXES)
     draft.pass_on(_ANSWERS, method)
     set_defaults(draft, _DEFAULTS)
     compares_replies_as_tool(draft, method)
@@ -187,7 +182,7 @@ def read_llamafactory(draft: Draft, method_name: str | None) -> None:
 
 def _read_preference(draft: Draft, stage: str) -> str:
     """The method of ``stage``; LLaMA-Factory has ORPO and SimPO among the losses of DPO."""
-    loss, weight = draft.take("pref_loss", "sigmoid"), draft.take("pref_ftx", 0)
+    loss, weight = draft.take_text("pref_loss", "sigmoid"), draft.take("pref_ftx")
     smoothing, gamma = draft.take("dpo_label_smoothing", 0), draft.take("simpo_gamma")
     if stage != "dpo":
         return _STAGES[stage]
@@ -196,7 +191,7 @@ def _read_preference(draft: Draft, stage: str) -> str:
             draft.not_supported("pref_ftx", "ORPO has the cross-entropy of chosen replies already, with the weight 1")
         return "orpo"
     if loss == "simpo":
-        draft.values.update({"loss_type": "simpo", "cpo_alpha": float(weight)})
+        draft.values.update({"loss_type": "simpo", "cpo_alpha": weight or 0.0})
         draft.put("simpo_gamma", gamma)
         draft.used("pref_loss", "method: cpo with loss_type: simpo and cpo_alpha: the weight of pref_ftx")
         return "cpo"
@@ -206,7 +201,7 @@ def _read_preference(draft: Draft, stage: str) -> str:
     if smoothing:
         draft.put("label_smoothing", smoothing)
     if weight:
-        draft.put("rpo_alpha", float(weight))
+        draft.put("rpo_alpha", weight)
         draft.used("pref_ftx", "rpo_alpha: the cross-entropy is averaged over the tokens of a step, not row by row")
     return "dpo"
 

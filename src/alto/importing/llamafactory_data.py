@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from alto.errors import SpecError, UnsupportedError
-from alto.importing.draft import Draft
+from alto.importing.draft import Draft, checked
 from alto.importing.sources import Source, message_form, put_sources, readable_path
 from alto.spec.method import Method
 from alto.spec.outside import read_json
@@ -43,6 +43,8 @@ def read_datasets(draft: Draft, method: Method) -> None:
         SpecError: There is no ``dataset_info.json``, or it does not have a dataset.
         UnsupportedError: A dataset has a form that ALTO cannot read.
     """
+    if draft.replaces_dataset("dataset", "eval_dataset", "dataset_dir", "mix_strategy", "interleave_probs"):
+        return
     names, held_out = (_names(draft.take(key)) for key in ("dataset", "eval_dataset"))
     strategy, probabilities = draft.take("mix_strategy", "concat"), draft.take("interleave_probs")
     folder = draft.take("dataset_dir", "data")
@@ -188,18 +190,14 @@ def _form(
 def _conversation(
     entry: Mapping[str, Any], named: Mapping[str, Any], where: str, *, is_pair: bool, is_labelled: bool
 ) -> tuple[str, dict[str, str]]:
-    given = entry.get("tags")
-    tags = {**_TAGS, **(given if isinstance(given, Mapping) else {})}
+    given = checked(entry.get("tags") or {}, dict, f"tags of {where}")
+    tags = {**_TAGS, **given}
     # Speakers that the file does not name are not in its rows.
     roles = {_ROLE_OF_TAG[tag]: [tags[tag]] for tag in (given or _TAGS) if tag in _ROLE_OF_TAG}
     form = message_form(tags["role_tag"], tags["content_tag"], roles, where)
     messages = named.get("messages", "conversations")
     if is_labelled:
-        raise UnsupportedError(
-            f"{where}: expected labelled replies in a column beside their prompts, found conversations in "
-            f"{quoted(messages)} that end with them. Write the last message of each into a column completion, and the "
-            "others into prompt."
-        )
+        return "unpaired_preference", {"messages": messages, "label": named["kto_tag"]}
     if is_pair:
         return "preference", {"prompt": messages, **_pair(named)}
     return form, {"messages": messages}

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from alto.errors import UnsupportedError
-from alto.importing.draft import Draft
+from alto.importing.draft import Draft, checked
 from alto.spec.data_keys import default_name
 from alto.spec.quoting import quoted
 
@@ -124,7 +124,7 @@ def readable_path(draft: Draft, path: object, where: str) -> str:
     return found
 
 
-def message_form(role_key: str, content_key: str, roles: Mapping[str, Sequence[str]], where: str) -> str:
+def message_form(role_key: object, content_key: object, roles: Mapping[str, object], where: str) -> str:
     """The form of rows whose messages have these keys and speakers.
 
     Args:
@@ -133,16 +133,18 @@ def message_form(role_key: str, content_key: str, roles: Mapping[str, Sequence[s
         where: Place of the dataset, for messages.
 
     Raises:
+        SpecError: A key is no text, or the speakers are no lists.
         UnsupportedError: ALTO reads messages with other keys, or takes a speaker for another one.
     """
-    form = _MESSAGE_FORMS.get((role_key, content_key))
+    keys = (checked(role_key, str, where), checked(content_key, str, where))
+    form = _MESSAGE_FORMS.get(keys)
     if form is None:
         raise UnsupportedError(
             f"{where}: expected messages with the keys role and content, or from and value, found {quoted(role_key)} "
             f"and {quoted(content_key)}. Rename them in the rows."
         )
     for role, names in roles.items():
-        for name in names:
+        for name in checked(names, list, f"speakers of {where}"):
             known = _ROLES.get(role, ())
             if name not in known or (form == "messages" and name in _ONLY_SHAREGPT):
                 readable = [each for each in known if form == "sharegpt" or each not in _ONLY_SHAREGPT]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from alto.errors import SpecError
-from alto.importing.draft import Draft
+from alto.importing.draft import Draft, checked
 from alto.spec.chat_template import is_template_text
 from alto.spec.method import Method
 from alto.spec.outside import strict_json
@@ -66,7 +66,7 @@ def local_model(draft: Draft, name: object) -> object:
 
 def read_template_file(draft: Draft, key: str) -> None:
     """Read a chat template: its text, or the path of a file."""
-    given = draft.take(key)
+    given = draft.take_text(key)
     if given is None:
         return
     found = given if is_template_text(given) else draft.locate(given)
@@ -150,7 +150,7 @@ def _read_schedule(draft: Draft) -> None:
     max_steps = draft.take("max_steps")
     if isinstance(max_steps, int) and max_steps > 0:
         draft.put("max_steps", max_steps)
-    scheduler = draft.take("lr_scheduler_type")
+    scheduler = draft.take_text("lr_scheduler_type")
     draft.put("lr_scheduler_type", scheduler)
     kwargs = draft.take("lr_scheduler_kwargs")
     if isinstance(kwargs, str):
@@ -174,7 +174,7 @@ def _read_schedule(draft: Draft) -> None:
 
 def _read_trackers(draft: Draft) -> None:
     given = draft.take("report_to")
-    names = [given] if isinstance(given, str) else list(given or ())
+    names = [given] if isinstance(given, str) else checked(given or [], list, "report_to")
     if names in (["none"], ["all"]):
         draft.put("report_to", names[0])
         return

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from alto.errors import SpecError, UnsupportedError
-from alto.importing.draft import Answers, Draft
+from alto.importing.draft import Answers, Draft, checked
 from alto.importing.sources import Source, put_sources, readable_path
 from alto.importing.trainer import (
     compares_replies_as_tool,
@@ -107,7 +107,7 @@ def _command(draft: Draft) -> str:
     """The method, by the keys that only one of TRL's commands has."""
     given = {key for key, value in draft.given.items() if value is not None}
     loss = draft.given.get("loss_type")
-    names = {loss} if isinstance(loss, str) else set(loss or ())
+    names = {loss} if isinstance(loss, str) else set(map(str, checked(loss or [], list, "loss_type")))
     if given.intersection(_KTO_KEYS) or (names and names <= set(KTO_LOSS_TYPES)):
         return "kto"
     if given.intersection(_CPO_KEYS):
@@ -121,8 +121,10 @@ def _command(draft: Draft) -> str:
 
 def _read_dataset(draft: Draft) -> None:
     """Read ``dataset_name`` with its configuration and splits, or ``datasets``, which overrules it as in TRL."""
-    listed = draft.take("datasets")
     keys = ("dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split")
+    if draft.replaces_dataset("datasets", *keys, "test_split_size"):
+        return
+    listed = draft.take_list("datasets")
     name, config, train, test = (draft.take(key) for key in keys)
     share = draft.take("test_split_size")
     if isinstance(share, float) and 0 < share < 1:

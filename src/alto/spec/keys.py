@@ -246,7 +246,8 @@ def _refusal(
     if len(keys) > _MAX_REFUSED:
         lines.append(f"{where} has {len(keys) - _MAX_REFUSED} further keys that are unknown or not supported.")
     if None in near.values():
-        lines[-1] += f" Known keys are {', '.join(sorted(set(spellings.values())))}."
+        known = f"Known keys are {', '.join(sorted(set(spellings.values())))}."
+        lines = [f"{lines[0]} {known}"] if len(lines) == 1 else [*lines, known]
     are_answered = all(answer is not None and key not in elsewhere for key, answer in answers.items())
     return (UnsupportedError if are_answered else UnknownKeyError)("\n".join(lines))
 
