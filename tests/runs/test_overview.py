@@ -118,3 +118,12 @@ def test_the_newest_is_the_one_that_began_last(tmp_path: Path, small_run: Events
     assert latest_run(tmp_path, lambda root: root.name == "z") == tmp_path / "z"
     assert latest_run(tmp_path, lambda root: False) is None
     assert find_runs(tmp_path / "absent") == []
+
+
+def test_runs_of_version_0_1_are_listed(tmp_path: Path) -> None:
+    found = [summarise(root) for root in find_runs(Path(__file__).parent / "journals_0_1")]
+    assert [(run.root.name, run.state.value, run.num_jobs) for run in found] == [
+        ("queue", "interrupted", 4),
+        ("interrupted", "interrupted", 2),
+        ("finished", "finished", 4),
+    ]
