@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_folders import write_queue, write_run
+from run_folders import write_journal, write_queue, write_run
 from tiny import make_task
 from typer.testing import CliRunner, Result
 
@@ -233,3 +233,26 @@ def test_completion_can_be_installed(tmp_path: Path) -> None:
     script = (tmp_path / ".bash_completions" / "alto.sh").read_text(encoding="utf-8")
     assert "_ALTO_COMPLETE=complete_bash" in script
     assert script.rstrip().endswith(" alto")
+
+
+def test_a_task_of_a_queue_that_runs_shows_how_long_it_takes(
+    folder: Path, small_run: Events, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue = write_queue(folder / "runs", {name: make_task(folder, name=name) for name in ("a", "b")}, start=START)
+    started = {"seq": 1, "time": START, "event": "executor_started", "task": "a", "attempt": 1, "gpus": [["n", 0]]}
+    with queue.run.journal_file.open("a", encoding="utf-8") as journal:
+        journal.write(json.dumps(started) + "\n")
+    small_run[0]["data"] = {"train_rows": 500, "train_tokens": 10_000}
+    write_journal(queue.run_of("a").journal_file, small_run[:13], start=START)
+    monkeypatch.setattr("alto.cli.show.time.time", lambda: START + 12)
+    with queue.run.locked():
+        running, waiting = json.loads(invoke("show", queue.root, "--json").stdout)["tasks"]
+    # 300 samples in 12 seconds, and 1,900 to go; a row has 20 tokens.
+    assert (running["remaining_s"], running["tokens_per_s"]) == (pytest.approx(76.0), pytest.approx(500.0))
+    assert (waiting["remaining_s"], waiting["tokens_per_s"]) == (None, None)
+
+
+def test_a_folder_of_runs_in_the_place_of_a_queue_is_recognised(runs: Path) -> None:
+    said = invoke("list", "runs")
+    assert isinstance(said.exception, RunNotFoundError)
+    assert str(said.exception).endswith("list its runs with: alto list --dir runs")

@@ -272,3 +272,32 @@ def test_what_an_earlier_attempt_has_done_counts_for_the_next(tmp_path: Path) ->
         while not told:
             controller.turn()
         assert controller.status().tasks["a"].share_done == pytest.approx(0.6)
+
+
+def test_jobs_that_a_rung_has_ended_are_not_taken_for_time_that_has_passed(tmp_path: Path) -> None:
+    """Ten jobs of 100 samples, of which two continue after a tenth: 100 samples of 280 are trained, though 820 of the
+    1,000 that were budgeted are decided."""
+    bench = Bench(tmp_path, {"a": 20.0})
+    names = [f"job-{index:03d}" for index in range(10)]
+    jobs = [{"job": name, "config": {}, "total_steps": 100, "samples_budgeted": 100} for name in names]
+    exits = {"policy": "alto", "rungs": [[0.1, 0.2]], "min_kept": 1}
+    with Journal(tmp_path / "journal.jsonl") as journal:
+        entries = [journal.append(event("task_started", task="a", jobs=jobs, early_exit=exits))]
+        point = {"train_ema": 1.0, "validation_loss": 1.0}
+        entries += [journal.append(event("eval", job=name, step=10, **point)) for name in names]
+        ended = {"step": 10, "reason": "underperforming", "evidence": {}}
+        entries += [journal.append(event("job_exited", job=name, **ended)) for name in names[2:]]
+        entries.append(journal.append(event("warmup_ended", progress=0.1, kept=names[:2], dropped=names[2:])))
+
+    def tell(cluster: FakeCluster) -> Iterable[ClusterEvent]:
+        if cluster.running and not told:
+            told.append(cluster.clock())
+            for entry in entries:
+                yield EntryWritten(task="a", attempt=1, entry=entry)
+
+    told: list[float] = []
+    bench.cluster.script = tell
+    with bench.controller() as controller:
+        while not told:
+            controller.turn()
+        assert controller.status().tasks["a"].share_done == pytest.approx(100 / 280)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from run_folders import write_journal, write_queue, write_run
 from tiny import make_task
 
-from alto.runs import RunDir, RunState, find_runs, latest_run, summarise
+from alto.runs import RunDir, RunState, find_runs, latest_run, overview, summarise
 from alto.runs.events import codec
 
 Events = list[dict[str, Any]]
@@ -95,7 +96,8 @@ def test_of_a_finished_run_few_lines_are_decoded(
 ) -> None:
     decoded = []
     decode = codec.decode
-    monkeypatch.setattr(codec, "decode", lambda line, source: decoded.append(line) or decode(line, source))
+    for module in (codec, overview):
+        monkeypatch.setattr(module, "decode", lambda line, source: decoded.append(line) or decode(line, source))
     assert summarise(write_run(tmp_path, "run", sweep, start=START)).num_jobs == 60
     assert len(sweep) > 2000
     assert len(decoded) <= 4
@@ -105,7 +107,8 @@ def test_the_newest_is_the_one_that_began_last(tmp_path: Path, small_run: Events
     """Neither the name nor the time of a file decides: reports are written again, folders are copied."""
     for name, start in (("b", 200.0), ("z", 100.0), ("a", 300.0)):
         write_run(tmp_path, name, small_run, start=START + start)
-    os.utime(tmp_path / "z", (START + 9999, START + 9999))
+    later = time.time() + 9999
+    os.utime(tmp_path / "z", (later, later))
     (tmp_path / ".a.new").mkdir()
     (tmp_path / ".a.new" / "journal.jsonl").touch()
     (tmp_path / "notes").mkdir()
@@ -115,3 +118,12 @@ def test_the_newest_is_the_one_that_began_last(tmp_path: Path, small_run: Events
     assert latest_run(tmp_path, lambda root: root.name == "z") == tmp_path / "z"
     assert latest_run(tmp_path, lambda root: False) is None
     assert find_runs(tmp_path / "absent") == []
+
+
+def test_runs_of_version_0_1_are_listed(tmp_path: Path) -> None:
+    found = [summarise(root) for root in find_runs(Path(__file__).parent / "journals_0_1")]
+    assert [(run.root.name, run.state.value, run.num_jobs) for run in found] == [
+        ("queue", "interrupted", 4),
+        ("interrupted", "interrupted", 2),
+        ("finished", "finished", 4),
+    ]

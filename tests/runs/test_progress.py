@@ -111,6 +111,12 @@ def test_a_resumed_run_is_estimated_without_the_time_in_which_nobody_worked(inte
     assert outlook(history, history.last_seen_at).remaining_s == pytest.approx(
         (1 - share) * (1 - share) * 100.0 + share * by_pace_s
     )
+    # Then b has trained 400 samples in 6 seconds: 36 s by that pace for the 2,400 that are left, with the clone's.
+    later = RunHistory.of(entries(events))
+    share = 600 / 3000
+    assert outlook(later, later.last_seen_at).remaining_s == pytest.approx(
+        (1 - share) * (1 - share) * 100.0 + share * 36.0
+    )
 
 
 def test_tokens_per_second_are_those_of_the_rows_trained(small_run):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -95,7 +96,17 @@ def _run_facts(run: RunSummary, now: float) -> dict[str, Any]:
 
 
 def _list_tasks(queue: Path, *, as_json: bool) -> None:
-    """Print the tasks of the queue and their progress."""
+    """Print the tasks of the queue and their progress.
+
+    Raises:
+        RunNotFoundError: It is the folder of no queue.
+        RunError: The queue's journal is damaged.
+    """
+    if not QueueDir.exists(queue) and find_runs(queue):
+        raise RunNotFoundError(
+            f"expected the folder of a queue, found one that holds runs ({queue}); list its runs with: "
+            f"alto list --dir {shlex.quote(str(queue))}"
+        )
     queue_dir = QueueDir.open(queue)
     is_live = queue_dir.run.is_locked()
     progress = QueueProgress.read(queue_dir.root)
