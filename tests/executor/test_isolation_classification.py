@@ -6,6 +6,8 @@ The oracle is transformers' ``...ForSequenceClassification`` with PEFT and torch
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -200,3 +202,39 @@ def test_a_job_that_goes_nan_changes_no_other_job_by_one_bit() -> None:
                 assert torch.equal(matrix, poisoned[job.id].gradients[name])
             mine, others = (flat(bank.trainer.bank.read(job.slot)) for bank in (clean_bank, poisoned_bank))
             assert all(torch.equal(mine[name], others[name]) for name in mine)
+
+
+def test_a_label_that_no_validation_row_has_is_counted_where_it_is_predicted() -> None:
+    """As scikit-learn does: the mean is over the labels that a row has or was given."""
+    data = data_of(ONE_LABEL)
+    assert data.validation.classes is not None
+    validation = replace(data.validation, classes=tuple(min(int(label), 1) for label in data.validation.classes))
+    data = replace(data, validation=validation)
+    base, task = make_model("llama"), make_task(JOBS, method="classification").with_labels(ONE_LABEL)
+    bank = Bank(make_model("llama"), task, slots=SLOTS, data=data)
+    for _ in range(3):
+        bank.step()
+    predicted = []
+    for job, found in zip(bank.jobs, bank.trainer.evaluate(bank.jobs), strict=True):
+        solo = SoloClassifier(base, data.train, job.config)
+        solo.load(*state_of(bank, job))
+        logits = solo.logits(validation)
+        predicted.append({*logits.argmax(1).tolist()})
+        expected, metrics = reference(logits, torch.tensor(validation.classes), ONE_LABEL)
+        assert found.loss == pytest.approx(expected, rel=LOSS_TOLERANCE)
+        assert found.metrics == pytest.approx(metrics, rel=1e-4)
+    assert any(2 in of_job for of_job in predicted), "the label that no row has is predicted"
+
+
+@pytest.mark.parametrize("number", [0.0, 0.1, 1e6 + 0.1])
+def test_a_correlation_with_equal_numbers_has_no_value(number: float) -> None:
+    """Sums of squares of such numbers differ from the squares of their sums by rounding."""
+    data = data_of(ONE_NUMBER)
+    validation = replace(data.validation, classes=((number,),) * len(data.validation))
+    task = make_task(JOBS, method="regression").with_labels(ONE_NUMBER)
+    bank = Bank(make_model("llama"), task, data=replace(data, validation=validation))
+    bank.step()
+    for found in bank.trainer.evaluate(bank.jobs):
+        assert math.isnan(found.metrics["pearson"])
+        assert found.metrics["mse"] == pytest.approx(found.loss)
+        assert math.isfinite(found.loss)

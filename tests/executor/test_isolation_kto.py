@@ -45,8 +45,9 @@ def trl(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def bank_of(
     configs: list[dict[str, object]], slots: list[int] | None = None, name: str = "llama", **settings: Any
 ) -> Bank:
+    data = settings.pop("data", LABELLED)
     task = make_task([DEFAULTS | config for config in configs], method="kto", **settings)
-    return Bank(make_model(name), task, slots=slots, data=LABELLED)
+    return Bank(make_model(name), task, slots=slots, data=data)
 
 
 def state_of(bank: Bank, job: JobState) -> tuple[Any, Any]:
@@ -168,3 +169,21 @@ def test_a_task_on_pairs_trains_to_its_end_and_chooses_by_the_margin(
     assert len(ends) == 4
     assert all(set(metrics) == {"reward_margin", "chosen_reward", "rejected_reward", "kl"} for metrics in ends.values())
     assert all(metrics["reward_margin"] > 0.01 for metrics in ends.values())
+
+
+@pytest.mark.parametrize("label", [True, False], ids=["desirable", "undesirable"])
+def test_a_batch_whose_rows_have_one_label_is_that_of_trl(label: bool, trl: Any) -> None:
+    """The divergence and the loss are those of the batch; the other rows of the data have the other label."""
+    base, bank = make_model("llama"), bank_of(JOBS)
+    first = {row for job in bank.jobs for row in job.order.rows_of_step(1)}
+    labels = tuple(label if row in first else not label for row in range(len(LABELLED.train)))
+    assert len(set(labels)) == 2
+    data = replace(LABELLED.train, labels=labels)
+    bank = bank_of(JOBS, data=replace(LABELLED, train=data))
+    bank.step()
+    far_from_the_base(bank)
+    states, found = [state_of(bank, job) for job in bank.jobs], bank.step()
+    for job, state in zip(bank.jobs, states, strict=True):
+        solo = SoloKto(base, data, job.config, trl=trl, reference=reference_model(base))
+        solo.load(*state)
+        assert_same_step(found[job.id], solo.train_step())
