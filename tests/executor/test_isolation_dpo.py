@@ -24,7 +24,7 @@ from oracle import (
     relative_distance,
 )
 from preference_pairs import make_pairs
-from resident_jobs import LOSS_TOLERANCE, PAIRS, Bank, assert_same_step, make_model, make_task
+from resident_jobs import LOSS_TOLERANCE, PAIRS, Bank, assert_same_step, make_model, make_task, state_of
 from transformers import PreTrainedModel
 
 from alto.backbone import Backbone
@@ -130,10 +130,6 @@ def dpo_task(configs: list[dict[str, object]], **settings: object) -> Task:
 
 def solo_of(job: JobState, base: PreTrainedModel, trl: Any) -> SoloPairs:
     return SoloPairs(base, PAIRS.train, job.config, trl=trl, reference=reference_model(base))
-
-
-def state_of(bank: Bank, job: JobState) -> tuple[Any, Any]:
-    return bank.trainer.bank.read(job.slot), bank.trainer.optimizer.read(job.slot)
 
 
 def test_from_equal_state_one_step_and_one_evaluation_in_company_equal_trl_alone(trl: Any) -> None:

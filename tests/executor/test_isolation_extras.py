@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from biased_models import gpt2, llama, starcoder2
+from isolation import assert_nan_stays_alone
 from job_kinds import compare
 from optional import needs_bitsandbytes
 from oracle import SoloJob, relative_distance
@@ -97,24 +98,7 @@ def test_biases_of_checkpointed_layers_equal_peft_alone() -> None:
 
 
 def test_a_job_that_goes_nan_changes_no_other_job_by_one_bit() -> None:
-    assert_nan_stays_alone(starcoder2, BIASES)
-
-
-def assert_nan_stays_alone(model: Callable[[], PreTrainedModel], configs: list[dict[str, Any]]) -> None:
-    banks = [Bank(model(), make_task(configs), slots=SLOTS) for _ in range(2)]
-    for bank in banks:
-        bank.step()
-    victim = banks[1].jobs[0]
-    banks[1].trainer.bank.params_ZP[victim.slot].fill_(float("nan"))
-    for _ in range(2):
-        clean, poisoned = (bank.step() for bank in banks)
-        for job in banks[0].jobs:
-            if job.id != victim.id:
-                assert clean[job.id].loss == poisoned[job.id].loss
-                for kind in ("gradients", "updates"):
-                    for name, tensor in getattr(clean[job.id], kind).items():
-                        assert torch.equal(tensor, getattr(poisoned[job.id], kind)[name])
-    assert poisoned[victim.id].loss != poisoned[victim.id].loss, "the victim itself must be NaN, or nothing was shown"
+    assert_nan_stays_alone(lambda: Bank(starcoder2(), make_task(BIASES), slots=SLOTS), victim=0)
 
 
 def test_a_job_that_was_parked_on_disk_continues_to_the_last_bit(tmp_path: Path) -> None:
@@ -255,7 +239,7 @@ class TestDora:
                 assert_same_step(found[job.id], solo.train_step())
 
     def test_a_job_that_goes_nan_changes_no_other_job_by_one_bit(self) -> None:
-        assert_nan_stays_alone(llama, DORA)
+        assert_nan_stays_alone(lambda: Bank(llama(), make_task(DORA), slots=SLOTS), victim=0)
 
     def test_a_job_that_was_parked_on_disk_continues_to_the_last_bit(self, tmp_path: Path) -> None:
         assert_continues_to_the_last_bit(llama, DORA, tmp_path)
