@@ -33,6 +33,12 @@ ADAPTERS: tuple[dict[str, Any], ...] = (
     {"r": 3, "target_modules": ["q_proj", "down_proj"]},
     {"r": 5, "lora_alpha": 40, "target_modules": ["o_proj"]},
 )
+WITH_VECTORS: tuple[dict[str, Any], ...] = (
+    {"use_dora": True},
+    {"r": 8, "bias": "all", "target_modules": ["q_proj", "down_proj"]},
+    {"r": 2, "bias": "lora_only", "use_dora": True, "use_rslora": True},
+    {"r": 5, "lora_alpha": 40, "target_modules": ["o_proj"]},
+)
 
 
 def completions(
@@ -75,13 +81,15 @@ def test_batches_give_what_every_prompt_gives_alone(tiny_model: ModelFactory, ar
         assert completions(backbone, PROMPTS, batch_size=batch_size) == [expected]
 
 
-@pytest.mark.parametrize("architecture", ["llama", "mistral"])
+@pytest.mark.parametrize(
+    ("architecture", "changes_of_each"), [("llama", ADAPTERS), ("mistral", ADAPTERS), ("llama-bias", WITH_VECTORS)]
+)
 def test_every_adapter_writes_what_peft_writes_with_it_alone(
-    tiny_model: ModelFactory, tmp_path: Path, architecture: str
+    tiny_model: ModelFactory, tmp_path: Path, architecture: str, changes_of_each: Sequence[dict[str, Any]]
 ) -> None:
     folders = [
         save_with_peft(tiny_model(architecture), tmp_path / str(number), seed=number, **changes)
-        for number, changes in enumerate(ADAPTERS)
+        for number, changes in enumerate(changes_of_each)
     ]
     expected = [
         [

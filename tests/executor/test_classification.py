@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import random
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from tiny import load_tiny, random_llama, read_journal, run_task
 
 from alto.backbone import Backbone, check_classifier
 from alto.data import read_task_rows
+from alto.engine import Engine
 from alto.errors import UnsupportedModelError
 from alto.evaluation import PeftCheck
 from alto.executor.checkpoint import read_state, write_state
@@ -131,3 +133,48 @@ def test_a_base_model_whose_classifier_reads_something_else_is_refused(monkeypat
     without.model.config.__class__ = type("OtherConfig", (type(backbone.model.config),), {})
     with pytest.raises(UnsupportedModelError, match="sequence classification model of it"):
         check_classifier(without, ONE_LABEL)
+
+
+def test_a_regression_on_equal_numbers_has_a_result_and_a_note_on_what_is_missing(tmp_path: Path) -> None:
+    rows = [{"text": f"Number {n} of a film.", "label": 0.1} for n in range(24)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    task = Task(
+        model="alto-tiny",
+        dataset=str(tmp_path / "rows.jsonl"),
+        validation_split=0.25,
+        method="regression",
+        metric="pearson",
+        batch_size=6,
+        max_steps=4,
+        eval_steps=0.5,
+        search_space={"learning_rate": [1e-3, 1e-2], "r": [4]},
+        report_to="none",
+    )
+    result = Engine(output_dir=tmp_path / "runs").tune(task)
+    events = read_journal(result.run_dir)
+    evaluations = [event for event in events if event["event"] == "eval"]
+    assert {event["metrics"]["pearson"] for event in evaluations} == {"nan"}
+    best = {}
+    for event in evaluations:
+        best[event["job"]] = min(event["validation_loss"], best.get(event["job"], math.inf))
+    assert result.best_job == min(best, key=best.__getitem__)
+    notes = events[0]["notes"]
+    assert "All training rows have the same number as LABEL_0: there is nothing to learn in it." in notes
+    assert "All validation rows have the same number as LABEL_0: pearson, the correlation, has no value." in notes
+    assert json.loads((Path(result.adapter_dir) / "metrics.json").read_text())["metrics"]["pearson"] == "nan"
+    assert (Path(result.run_dir) / "report.html").is_file()
+
+
+def test_checkpointed_layers_are_still_recomputed_after_the_checks_with_transformers_and_peft(tmp_path: Path) -> None:
+    """Both put a model of transformers or of PEFT around the layers, and into evaluation mode."""
+    backbone = Backbone(make_model("llama"), None, "unused", gradient_checkpointing=True)
+    layers = [module for module in backbone.model.modules() if module.training]
+    assert len(layers) == 2
+    check_classifier(backbone, ONE_LABEL)
+    assert all(layer.training for layer in layers)
+    task = make_task([{"r": 4}], method="classification").with_labels(ONE_LABEL)
+    bank = Bank(make_model("llama"), task, data=data_of(ONE_LABEL))
+    (job,) = bank.jobs
+    write_adapter(tmp_path, bank.trainer.bank.read(job.slot), job.config, "unused", ModuleNames.of(bank.backbone.model))
+    assert PeftCheck(backbone)(tmp_path).status == "equal"
+    assert [module for module in backbone.model.modules() if module.training] == layers

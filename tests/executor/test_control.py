@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from journals import entries
 from tiny import curves_of, make_task, read_journal, run_task
 
@@ -152,6 +153,41 @@ def test_a_clone_larger_than_the_bank_gets_a_larger_bank_and_nobody_notices(tmp_
     assert list(curves_of(events)["job-001"].train.values()) == pytest.approx(list(alone.train.values()), rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"use_dora": True, "optim": "rmsprop", "rank_pattern": {"q_proj": 6}},
+        {"optim": "sgd", "optim_args": {"momentum": 0.9}, "neftune_noise_alpha": 5.0},
+        {"use_dora": True, "optim": "adafactor", "gradient_accumulation_steps": 2},
+    ],
+    ids=str,
+)
+def test_a_clone_that_trains_more_than_others_trains_as_the_same_configuration_would_have(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    commanded = Commanded(tmp_path / "a", r=4)
+    commanded.at(Action.CLONE, "job-000", event="eval", step=3, changes=changes)
+    events = commanded.run()
+    twin = Commanded(tmp_path / "b", search_space={"lr": [1e-3], "batch_size": [8]}, r=4, **changes)
+    expected, found = curves_of(twin.run())["job-000"], curves_of(events)["job-003"]
+    assert list(found.train.values()) == pytest.approx(list(expected.train.values()), rel=1e-5)
+    assert list(found.validation.values()) == pytest.approx(list(expected.validation.values()), rel=1e-5)
+
+
+def test_a_warm_clone_starts_with_the_magnitudes_too(tmp_path: Path) -> None:
+    commanded = Commanded(tmp_path, use_dora=True)
+    commanded.at(Action.CLONE, "job-001", event="eval", step=6, changes={"lr": 1e-30, "optim": "sgd"}, warm=True)
+    events = commanded.run()
+    start = read_adapter(commanded.run_dir.job("job-003", "start"))
+    curve = list(curves_of(events)["job-003"].validation.values())
+    assert curve == pytest.approx([curve[0]] * len(curve), rel=1e-6), "it does not learn at that rate"
+    assert curve[0] == pytest.approx(curves_of(events)["job-001"].validation[6], rel=1e-6)
+    last = read_adapter(commanded.run_dir.job("job-003", "last"))
+    assert len(start.extras) == len(start) > 0
+    for name, magnitude in start.extras.items():
+        torch.testing.assert_close(last.extras[name], magnitude, rtol=1e-6, atol=0.0)
+
+
 def test_a_warm_clone_starts_from_the_best_weights(tmp_path: Path) -> None:
     commanded = Commanded(tmp_path)
     commanded.at(Action.CLONE, "job-001", event="eval", step=6, changes={"lr": 1e-4}, warm=True)
@@ -175,7 +211,16 @@ def test_a_warm_clone_starts_from_the_best_weights(tmp_path: Path) -> None:
         (Action.CLONE, "job-001", {"changes": {"lr": -1}}, "learning_rate .*-1"),
         (Action.CLONE, "job-001", {"changes": {"learning_rat": 1}}, "Did you mean 'learning_rate'"),
         (Action.CLONE, "job-001", {"changes": {"r": 2000}}, "r .*should be"),
-        (Action.CLONE, "job-001", {"changes": {"r": 2}, "warm": True}, "leave r and target_modules as they are"),
+        *(
+            (Action.CLONE, "job-001", {"changes": changes, "warm": True}, "leave r, target_modules, use_dora and bias")
+            for changes in ({"r": 2}, {"use_dora": True})
+        ),
+        (
+            Action.CLONE,
+            "job-001",
+            {"changes": {"optim_args": {"momentum": 0.9}}},
+            "settings of optim .adamw_torch. .none., found .momentum.",
+        ),
         (Action.CLONE, "job-002", {"warm": True}, "a finite validation loss to start from"),
     ],
 )

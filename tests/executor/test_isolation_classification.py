@@ -6,17 +6,18 @@ The oracle is transformers' ``...ForSequenceClassification`` with PEFT and torch
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from architectures import build_tiny
+from isolation import assert_micro_batches_change_nothing, assert_nan_stays_alone
 from optional import needs_bitsandbytes
-from oracle import flat
 from oracle_classification import ONE_LABEL, ONE_NUMBER, SEVERAL_LABELS, TWO_NUMBERS, SoloClassifier, data_of
-from resident_jobs import LOSS_TOLERANCE, VOCABULARY, Bank, assert_same_step, make_model, make_task
+from resident_jobs import LOSS_TOLERANCE, VOCABULARY, Bank, assert_same_step, make_model, make_task, state_of
 
-from alto.executor import JobState
 from alto.records import LabelSet
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
@@ -36,10 +37,6 @@ def bank_of(labels: LabelSet, slots: list[int] | None = None, name: str = "llama
     method = "regression" if labels.problem_type == "regression" else "classification"
     task = make_task(configs, method=method, **settings).with_labels(labels)
     return Bank(make_model(name), task, slots=slots, data=data_of(labels))
-
-
-def state_of(bank: Bank, job: JobState) -> tuple[Any, Any]:
-    return bank.trainer.bank.read(job.slot), bank.trainer.optimizer.read(job.slot)
 
 
 @pytest.mark.parametrize(
@@ -177,26 +174,44 @@ def test_the_head_is_drawn_as_transformers_draws_it_and_depends_on_the_seed_alon
 
 def test_a_step_in_micro_batches_that_split_a_batch_is_the_same_step() -> None:
     whole, split = (bank_of(SEVERAL_LABELS, max_tokens_per_pass=tokens) for tokens in (10_000, 60))
-    expected, found = whole.step(), split.step()
-    for job in whole.jobs:
-        assert_same_step(found[job.id], expected[job.id])
-    for one, other in zip(split.trainer.evaluate(split.jobs), whole.trainer.evaluate(whole.jobs), strict=True):
-        assert one.loss == pytest.approx(other.loss, rel=LOSS_TOLERANCE)
-        assert one.metrics == pytest.approx(other.metrics, rel=1e-6)
+    assert_micro_batches_change_nothing(whole, split)
 
 
 def test_a_job_that_goes_nan_changes_no_other_job_by_one_bit() -> None:
-    clean_bank, poisoned_bank = bank_of(ONE_LABEL), bank_of(ONE_LABEL)
-    victim = poisoned_bank.jobs[1]
-    for bank in (clean_bank, poisoned_bank):
+    assert_nan_stays_alone(lambda: bank_of(ONE_LABEL))
+
+
+def test_a_label_that_no_validation_row_has_is_counted_where_it_is_predicted() -> None:
+    """As scikit-learn does: the mean is over the labels that a row has or was given."""
+    data = data_of(ONE_LABEL)
+    assert data.validation.classes is not None
+    validation = replace(data.validation, classes=tuple(min(int(label), 1) for label in data.validation.classes))
+    data = replace(data, validation=validation)
+    base, task = make_model("llama"), make_task(JOBS, method="classification").with_labels(ONE_LABEL)
+    bank = Bank(make_model("llama"), task, slots=SLOTS, data=data)
+    for _ in range(3):
         bank.step()
-    poisoned_bank.trainer.bank.params_ZP[victim.slot].fill_(float("nan"))
-    clean, poisoned = clean_bank.step(), poisoned_bank.step()
-    assert poisoned[victim.id].loss != poisoned[victim.id].loss, "the victim itself must be NaN"
-    for job in clean_bank.jobs:
-        if job.id != victim.id:
-            assert clean[job.id].loss == poisoned[job.id].loss
-            for name, matrix in clean[job.id].gradients.items():
-                assert torch.equal(matrix, poisoned[job.id].gradients[name])
-            mine, others = (flat(bank.trainer.bank.read(job.slot)) for bank in (clean_bank, poisoned_bank))
-            assert all(torch.equal(mine[name], others[name]) for name in mine)
+    predicted = []
+    for job, found in zip(bank.jobs, bank.trainer.evaluate(bank.jobs), strict=True):
+        solo = SoloClassifier(base, data.train, job.config)
+        solo.load(*state_of(bank, job))
+        logits = solo.logits(validation)
+        predicted.append({*logits.argmax(1).tolist()})
+        expected, metrics = reference(logits, torch.tensor(validation.classes), ONE_LABEL)
+        assert found.loss == pytest.approx(expected, rel=LOSS_TOLERANCE)
+        assert found.metrics == pytest.approx(metrics, rel=1e-4)
+    assert any(2 in of_job for of_job in predicted), "the label that no row has is predicted"
+
+
+@pytest.mark.parametrize("number", [0.0, 0.1, 1e6 + 0.1])
+def test_a_correlation_with_equal_numbers_has_no_value(number: float) -> None:
+    """Sums of squares of such numbers differ from the squares of their sums by rounding."""
+    data = data_of(ONE_NUMBER)
+    validation = replace(data.validation, classes=((number,),) * len(data.validation))
+    task = make_task(JOBS, method="regression").with_labels(ONE_NUMBER)
+    bank = Bank(make_model("llama"), task, data=replace(data, validation=validation))
+    bank.step()
+    for found in bank.trainer.evaluate(bank.jobs):
+        assert math.isnan(found.metrics["pearson"])
+        assert found.metrics["mse"] == pytest.approx(found.loss)
+        assert math.isfinite(found.loss)

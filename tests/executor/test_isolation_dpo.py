@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from biased_models import llama
 from oracle import (
     SoloCpo,
     SoloPairs,
@@ -23,7 +24,7 @@ from oracle import (
     relative_distance,
 )
 from preference_pairs import make_pairs
-from resident_jobs import LOSS_TOLERANCE, PAIRS, Bank, assert_same_step, make_model, make_task
+from resident_jobs import LOSS_TOLERANCE, PAIRS, Bank, assert_same_step, make_model, make_task, state_of
 from transformers import PreTrainedModel
 
 from alto.backbone import Backbone
@@ -129,10 +130,6 @@ def dpo_task(configs: list[dict[str, object]], **settings: object) -> Task:
 
 def solo_of(job: JobState, base: PreTrainedModel, trl: Any) -> SoloPairs:
     return SoloPairs(base, PAIRS.train, job.config, trl=trl, reference=reference_model(base))
-
-
-def state_of(bank: Bank, job: JobState) -> tuple[Any, Any]:
-    return bank.trainer.bank.read(job.slot), bank.trainer.optimizer.read(job.slot)
 
 
 def test_from_equal_state_one_step_and_one_evaluation_in_company_equal_trl_alone(trl: Any) -> None:
@@ -326,3 +323,25 @@ class TestTheOracleBites:
         spans = tuple((first, Span(second.length, max(0, second.prefix - 1))) for first, second in PAIRS.train.spans)
         with pytest.raises(AssertionError):
             self.compare(stepped, trl, data=replace(PAIRS.train, spans=spans))
+
+
+def test_magnitudes_and_biases_equal_trl_alone_whose_reference_has_none(trl: Any) -> None:
+    configs = [
+        {**JOBS[1], "use_dora": True, "bias": "all"},
+        {**JOBS[6], "use_dora": True, "use_rslora": True, "rank_pattern": {"q_proj": 4}, "optim": "rmsprop"},
+        {**JOBS[4], "bias": "lora_only", "optim": "adafactor"},
+        JOBS[7],
+    ]
+    base, bank = llama(), Bank(llama(), dpo_task(configs), slots=[2, 4, 0, 1], data=PAIRS)
+    bank.step()
+    states, found = [state_of(bank, job) for job in bank.jobs], bank.step()
+    worths = bank.trainer.evaluate(bank.jobs)
+    for job, state, worth in zip(bank.jobs, states, worths, strict=True):
+        solo = solo_of(job, base, trl)
+        solo.load(*state)
+        assert_same_step(found[job.id], solo.train_step())
+        solo.load(*state_of(bank, job))
+        expected = solo.evaluate(PAIRS.validation)
+        assert worth.loss == pytest.approx(expected["loss"], rel=LOSS_TOLERANCE)
+        for metric, name_in_trl in METRICS.items():
+            assert worth.metrics[metric] == pytest.approx(expected[name_in_trl], rel=1e-4, abs=1e-5), metric

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import build_tiny
+from biased_models import gpt2, llama, starcoder2
+from isolation import assert_nan_stays_alone
+from job_kinds import compare
 from optional import needs_bitsandbytes
 from oracle import SoloJob, relative_distance
-from resident_jobs import DATA, VOCABULARY, Bank, assert_same_step, make_task
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, Starcoder2Config, Starcoder2ForCausalLM
+from resident_jobs import DATA, Bank, assert_same_step, make_task
+from transformers import PreTrainedModel
 
 from alto.executor.checkpoint import StateStore, read_state, write_state
 from alto.kernels import DropoutKey
@@ -48,71 +50,7 @@ OTHER_OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adafactor": {"optim": "adafactor"},
 }
 
-
-def with_random_biases(model: PreTrainedModel) -> PreTrainedModel:
-    """Biases of a new model are zero, so that one that is forgotten would not show."""
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
-            torch.nn.init.normal_(parameter, std=0.3)
-    return model.eval()
-
-
-def llama() -> PreTrainedModel:
-    return build_tiny("llama-bias", vocab_size=VOCABULARY)
-
-
-def starcoder2() -> PreTrainedModel:
-    """Biases on all linear layers and on LayerNorm."""
-    torch.manual_seed(0)
-    config = Starcoder2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        bos_token_id=None,
-        eos_token_id=1,
-        sliding_window=None,
-        initializer_range=0.3,
-        residual_dropout=0.0,
-        embedding_dropout=0.0,
-    )
-    return with_random_biases(Starcoder2ForCausalLM(config))
-
-
-def gpt2() -> PreTrainedModel:
-    """Transposed weights, and biases of keys, whose gradient is zero but for rounding."""
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=VOCABULARY,
-        n_embd=32,
-        n_layer=2,
-        n_head=4,
-        n_positions=64,
-        bos_token_id=None,
-        eos_token_id=1,
-        initializer_range=0.3,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-    )
-    return with_random_biases(GPT2LMHeadModel(config))
-
-
 MODELS = {"llama": llama, "starcoder2": starcoder2}
-
-
-def compare(model: Callable[[], PreTrainedModel], bank: Bank, num_steps: int = 3) -> None:
-    """Every job's next steps are PEFT's, each from equal state."""
-    for _ in range(num_steps):
-        states = [(bank.trainer.bank.read(job.slot), bank.trainer.optimizer.read(job.slot)) for job in bank.jobs]
-        found = bank.step()
-        for job, state in zip(bank.jobs, states, strict=True):
-            solo = SoloJob(model(), DATA.train, job.config)
-            solo.load(*state)
-            assert_same_step(found[job.id], solo.train_step())
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -160,24 +98,7 @@ def test_biases_of_checkpointed_layers_equal_peft_alone() -> None:
 
 
 def test_a_job_that_goes_nan_changes_no_other_job_by_one_bit() -> None:
-    assert_nan_stays_alone(starcoder2, BIASES)
-
-
-def assert_nan_stays_alone(model: Callable[[], PreTrainedModel], configs: list[dict[str, Any]]) -> None:
-    banks = [Bank(model(), make_task(configs), slots=SLOTS) for _ in range(2)]
-    for bank in banks:
-        bank.step()
-    victim = banks[1].jobs[0]
-    banks[1].trainer.bank.params_ZP[victim.slot].fill_(float("nan"))
-    for _ in range(2):
-        clean, poisoned = (bank.step() for bank in banks)
-        for job in banks[0].jobs:
-            if job.id != victim.id:
-                assert clean[job.id].loss == poisoned[job.id].loss
-                for kind in ("gradients", "updates"):
-                    for name, tensor in getattr(clean[job.id], kind).items():
-                        assert torch.equal(tensor, getattr(poisoned[job.id], kind)[name])
-    assert poisoned[victim.id].loss != poisoned[victim.id].loss, "the victim itself must be NaN, or nothing was shown"
+    assert_nan_stays_alone(lambda: Bank(starcoder2(), make_task(BIASES), slots=SLOTS), victim=0)
 
 
 def test_a_job_that_was_parked_on_disk_continues_to_the_last_bit(tmp_path: Path) -> None:
@@ -318,7 +239,7 @@ class TestDora:
                 assert_same_step(found[job.id], solo.train_step())
 
     def test_a_job_that_goes_nan_changes_no_other_job_by_one_bit(self) -> None:
-        assert_nan_stays_alone(llama, DORA)
+        assert_nan_stays_alone(lambda: Bank(llama(), make_task(DORA), slots=SLOTS), victim=0)
 
     def test_a_job_that_was_parked_on_disk_continues_to_the_last_bit(self, tmp_path: Path) -> None:
         assert_continues_to_the_last_bit(llama, DORA, tmp_path)

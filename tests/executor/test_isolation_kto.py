@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from isolation import assert_micro_batches_change_nothing, assert_nan_stays_alone
 from oracle import reference_model
 from oracle_kto import LABELLED, SoloKto, make_kto_trainer
-from resident_jobs import LOSS_TOLERANCE, Bank, assert_same_step, make_model, make_task
+from resident_jobs import LOSS_TOLERANCE, Bank, assert_same_step, make_model, make_task, state_of
 from tiny import read_journal, run_task
 
-from alto.executor import JobState
 from alto.runs import RunDir
 from alto.spec import Task
 
@@ -45,12 +44,9 @@ def trl(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def bank_of(
     configs: list[dict[str, object]], slots: list[int] | None = None, name: str = "llama", **settings: Any
 ) -> Bank:
+    data = settings.pop("data", LABELLED)
     task = make_task([DEFAULTS | config for config in configs], method="kto", **settings)
-    return Bank(make_model(name), task, slots=slots, data=LABELLED)
-
-
-def state_of(bank: Bank, job: JobState) -> tuple[Any, Any]:
-    return bank.trainer.bank.read(job.slot), bank.trainer.optimizer.read(job.slot)
+    return Bank(make_model(name), task, slots=slots, data=data)
 
 
 def far_from_the_base(bank: Bank) -> None:
@@ -105,17 +101,7 @@ def test_a_step_in_micro_batches_that_split_a_batch_is_the_same_step() -> None:
     whole, split = (bank_of(JOBS[:5], max_tokens_per_pass=tokens) for tokens in (10_000, 60))
     for bank in (whole, split):
         far_from_the_base(bank)
-    for _ in range(2):
-        expected, found = whole.step(), split.step()
-        for job in whole.jobs:
-            assert_same_step(found[job.id], expected[job.id])
-        for mine, others in zip(split.jobs, whole.jobs, strict=True):  # go on from equal state
-            weights, optimizer = state_of(whole, others)
-            split.trainer.bank.write(mine.slot, weights)
-            split.trainer.optimizer.write(mine.slot, mine.config.optim, optimizer)
-    for found, expected in zip(split.trainer.evaluate(split.jobs), whole.trainer.evaluate(whole.jobs), strict=True):
-        assert found.loss == pytest.approx(expected.loss, rel=LOSS_TOLERANCE)
-        assert found.metrics == pytest.approx(expected.metrics, rel=1e-4, abs=1e-5)
+    assert_micro_batches_change_nothing(whole, split)
 
 
 def test_the_frozen_base_does_not_diverge_from_itself() -> None:
@@ -127,18 +113,7 @@ def test_the_frozen_base_does_not_diverge_from_itself() -> None:
 
 
 def test_a_job_that_goes_nan_changes_no_other_job_by_one_bit() -> None:
-    clean_bank, poisoned_bank = bank_of(JOBS[:5]), bank_of(JOBS[:5])
-    victim = poisoned_bank.jobs[1]
-    for bank in (clean_bank, poisoned_bank):
-        bank.step()
-    poisoned_bank.trainer.bank.params_ZP[victim.slot].fill_(float("nan"))
-    clean, poisoned = clean_bank.step(), poisoned_bank.step()
-    assert poisoned[victim.id].loss != poisoned[victim.id].loss, "the victim itself must be NaN"
-    for job in clean_bank.jobs:
-        if job.id != victim.id:
-            assert clean[job.id].loss == poisoned[job.id].loss
-            for name, matrix in clean[job.id].gradients.items():
-                assert torch.equal(matrix, poisoned[job.id].gradients[name])
+    assert_nan_stays_alone(lambda: bank_of(JOBS[:5]))
 
 
 def test_a_task_on_pairs_trains_to_its_end_and_chooses_by_the_margin(
@@ -168,3 +143,21 @@ def test_a_task_on_pairs_trains_to_its_end_and_chooses_by_the_margin(
     assert len(ends) == 4
     assert all(set(metrics) == {"reward_margin", "chosen_reward", "rejected_reward", "kl"} for metrics in ends.values())
     assert all(metrics["reward_margin"] > 0.01 for metrics in ends.values())
+
+
+@pytest.mark.parametrize("label", [True, False], ids=["desirable", "undesirable"])
+def test_a_batch_whose_rows_have_one_label_is_that_of_trl(label: bool, trl: Any) -> None:
+    """The divergence and the loss are those of the batch; the other rows of the data have the other label."""
+    base, bank = make_model("llama"), bank_of(JOBS)
+    first = {row for job in bank.jobs for row in job.order.rows_of_step(1)}
+    labels = tuple(label if row in first else not label for row in range(len(LABELLED.train)))
+    assert len(set(labels)) == 2
+    data = replace(LABELLED.train, labels=labels)
+    bank = bank_of(JOBS, data=replace(LABELLED, train=data))
+    bank.step()
+    far_from_the_base(bank)
+    states, found = [state_of(bank, job) for job in bank.jobs], bank.step()
+    for job, state in zip(bank.jobs, states, strict=True):
+        solo = SoloKto(base, data, job.config, trl=trl, reference=reference_model(base))
+        solo.load(*state)
+        assert_same_step(found[job.id], solo.train_step())

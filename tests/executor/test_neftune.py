@@ -7,10 +7,10 @@ import math
 
 import pytest
 import torch
-from oracle import SoloJob, relative_distance
-from resident_jobs import DATA, Bank, assert_same_step, make_model, make_task
-from torch import Tensor
-from transformers.integrations.neftune import activate_neftune
+from job_kinds import compare
+from noise import unit_noise
+from oracle import relative_distance
+from resident_jobs import Bank, make_model, make_task
 
 from alto.kernels import NoiseKey, TokenNoise
 
@@ -24,40 +24,9 @@ JOBS = [
 ]
 
 
-def unit_noise(key: NoiseKey, lengths: list[int], width: int) -> Tensor:
-    """The draws of a job from ±1: with ``alpha`` √(L H), the amplitude is 1."""
-    parts, first = [], key.first_token
-    for length in lengths:
-        noise = TokenNoise.build([key._replace(alpha=math.sqrt(length * width), first_token=first)], [[length]], CPU)
-        assert noise is not None
-        parts.append(noise.add_to(torch.zeros(length, width)))
-        first += length
-    return torch.cat(parts)
-
-
 @pytest.mark.parametrize("name", ["llama", "gemma"])
-def test_a_step_is_that_of_transformers_hook_with_the_same_draws(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    bank = Bank(make_model(name), make_task(JOBS), slots=[2, 0, 1])
-    for step in range(3):
-        states = [(bank.trainer.bank.read(job.slot), bank.trainer.optimizer.read(job.slot)) for job in bank.jobs]
-        found = bank.step()
-        for job, state in zip(bank.jobs, states, strict=True):
-            solo = SoloJob(make_model(name), DATA.train, job.config)
-            solo.load(*state)
-            if job.config.neftune_noise_alpha is not None:
-                activate_neftune(solo.model, job.config.neftune_noise_alpha)
-                key = NoiseKey(1.0, job.config.seed, step)
-
-                def uniform(zeros: Tensor, low: float, high: float, key: NoiseKey = key) -> Tensor:
-                    assert high == -low
-                    return high * unit_noise(key, [zeros.shape[1]], zeros.shape[2])[None]
-
-                with monkeypatch.context() as patch:
-                    patch.setattr(Tensor, "uniform_", uniform)
-                    expected = solo.train_step()
-            else:
-                expected = solo.train_step()
-            assert_same_step(found[job.id], expected)
+def test_a_step_is_that_of_transformers_hook_with_the_same_draws(name: str) -> None:
+    compare(lambda: make_model(name), Bank(make_model(name), make_task(JOBS), slots=[2, 0, 1]))
 
 
 def test_the_noise_is_not_small() -> None:

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from biased_models import llama
 from company import built
+from job_kinds import KINDS
+from noise import same_noise
 from oracle import SoloJob
-from resident_jobs import DATA, assert_same_step, make_model
+from oracle_classification import ONE_LABEL, SoloClassifier, data_of
+from resident_jobs import DATA, assert_same_step, make_model, make_task
 from searches import PBT, SPACE, Run, begun, make
+from transformers import PreTrainedModel
 
 from alto.backbone import Backbone
+from alto.data import TaskData
 from alto.executor.checkpoint import read_state
 from alto.export.tables import job_table
 from alto.runs import RunDir, read_history
+from alto.spec import Task
 
 pytest.importorskip("optuna", reason="needs the search extra: pip install -e '.[search]'")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -74,8 +83,40 @@ class TestAPopulation:
         assert read_history(parted.root).result.best_job == read_history(run.root).result.best_job
 
 
+MANY = {**PBT, "num_initial_jobs": 6, "exchanged": 0.5}
+
+
+def plain() -> tuple[Task, TaskData]:
+    return make(MANY, search_space={**SPACE, "lr": [1e-4, 3e-4, 1e-3, 5e-4]}), DATA
+
+
+SETTINGS: dict[str, Any] = {"search": MANY, "name": "searched", "max_steps": 8, "eval_steps": 0.5}
+
+
+def kinds() -> tuple[Task, TaskData]:
+    return make_task(list(KINDS.values()), **SETTINGS), DATA
+
+
+def heads() -> tuple[Task, TaskData]:
+    task = make_task(list(KINDS.values()), method="classification", **SETTINGS)
+    return task.with_labels(ONE_LABEL), data_of(ONE_LABEL)
+
+
+@pytest.mark.parametrize(
+    ("asked", "model", "oracle"),
+    [
+        (plain, partial(make_model, "llama"), SoloJob),
+        pytest.param(kinds, llama, SoloJob, marks=pytest.mark.slow("campaigns")),
+        pytest.param(heads, llama, SoloClassifier, marks=pytest.mark.slow("campaigns")),
+    ],
+    ids=["plain", "all kinds", "heads of all kinds"],
+)
 def test_a_copied_row_is_its_source_bit_for_bit_and_trains_on_as_peft_would(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    asked: Callable[[], tuple[Task, TaskData]],
+    model: Callable[[], PreTrainedModel],
+    oracle: type[SoloJob],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Law 1 for copies: the state on disk, the row in the bank, and the step from there."""
     from alto.executor import slot_manager
@@ -98,6 +139,10 @@ def test_a_copied_row_is_its_source_bit_for_bit_and_trains_on_as_peft_would(
             assert moments.step == source_optimizer.step == job.forked_at
             for name, pair in source_weights.items():
                 assert all(torch.equal(a, b) for a, b in zip(row[name], pair, strict=True))
+            assert row.extras.keys() == source_weights.extras.keys()
+            for name, tensor in source_weights.extras.items():
+                assert torch.equal(row.extras[name], tensor), name
+            assert moments.tensors.keys() == source_optimizer.tensors.keys()
             for name, tensor in source_optimizer.tensors.items():
                 assert torch.equal(moments.tensors[name], tensor), name
             compared.append(job.id)
@@ -125,17 +170,19 @@ def test_a_copied_row_is_its_source_bit_for_bit_and_trains_on_as_peft_would(
 
     monkeypatch.setattr(Trainer, "backward", before)
     monkeypatch.setattr(Trainer, "update", after)
-    many = {**PBT, "num_initial_jobs": 6, "exchanged": 0.5}
-    Run(tmp_path / "run", make(many, search_space={**SPACE, "lr": [1e-4, 3e-4, 1e-3, 5e-4]})).train()
+    task, data = asked()
+    Run(tmp_path / "run", task, model=model, data=data).train()
     assert len(compared) >= 3
     num_without_dropout = 0
     for job, loss, gradients, weights, norm, later in found.values():
         if job.config.lora_dropout:
             continue  # its masks are ALTO's own; tests/executor/test_isolation.py compares them
         num_without_dropout += 1
-        solo = SoloJob(make_model("llama"), DATA.train, job.config)
+        solo = oracle(model(), data.train, job.config)
         solo.load(*sources[job.id])
-        assert_same_step(step_facts(loss, norm, gradients, weights, later), solo.train_step())
+        with same_noise(solo):
+            expected = solo.train_step()
+        assert_same_step(step_facts(loss, norm, gradients, weights, later), expected)
     assert num_without_dropout >= 1
 
 

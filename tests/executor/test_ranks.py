@@ -19,6 +19,7 @@ from rank_jobs import (
     steps_on_pairs_are_those_of_one_process,
     train,
 )
+from rank_kinds import steps_of_all_kinds_are_those_of_peft_alone
 from ranks import failures_on_ranks
 from resident_jobs import DATA, STABLE, Bank, make_model, make_task
 
@@ -57,6 +58,7 @@ def whole(task: Task, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDir,
         ("pairs", steps_on_pairs_are_those_of_one_process, (str(folder / "cache"),)),
         ("labelled", steps_on_labelled_replies_are_those_of_one_process, (str(folder / "cache-of-labelled"),)),
         ("mixture", steps_of_a_mixture_are_those_of_one_process, ()),
+        ("all kinds", steps_of_all_kinds_are_those_of_peft_alone, ("starcoder2",)),
         ("train", train, (str(run_dir.root),)),
     ]
     return run_dir, failures_on_ranks(2, checks, folder)

@@ -6,6 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from biased_models import llama
+from job_kinds import KINDS
+from oracle_classification import ONE_LABEL, ONE_NUMBER, data_of
+from oracle_kto import LABELLED
 from resident_jobs import DATA, PAIRS, Bank, make_model, make_task
 from synchronisations import CountsWaiting
 
@@ -62,6 +66,21 @@ def test_a_step_waits_for_the_device_once(settings: dict[str, object], architect
 )
 def test_so_does_one_with_optimizers_of_other_kinds(optims: tuple[str, ...]) -> None:
     assert_one_wait(make_bank({}, optims=optims))
+
+
+@pytest.mark.usefixtures("eight_bit_as_on_a_gpu")
+@pytest.mark.parametrize("method", ["sft", "classification", "regression", "kto"])
+def test_so_does_one_of_jobs_with_biases_magnitudes_noise_and_heads(method: str) -> None:
+    configs = list(KINDS.values())
+    if method == "sft":
+        assert_one_wait(Bank(llama(), make_task(configs)))
+    elif method == "kto":
+        several = [{**config, "batch_size": 3, "neftune_noise_alpha": None} for config in configs]
+        assert_one_wait(Bank(llama(), make_task(several, method=method), data=LABELLED))
+    else:
+        labels = ONE_LABEL if method == "classification" else ONE_NUMBER
+        task = make_task(configs, method=method).with_labels(labels)
+        assert_one_wait(Bank(llama(), task, data=data_of(labels)))
 
 
 def assert_one_wait(bank: Bank) -> None:

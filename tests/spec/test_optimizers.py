@@ -62,3 +62,14 @@ def test_optimizers_and_their_arguments_are_searched_together() -> None:
         ("sgd", (("momentum", 0.5),)),
     }
     assert len(jobs) == 6
+
+
+def test_the_place_of_an_error_is_written_as_in_a_task_file() -> None:
+    def message(**keys: Any) -> str:
+        with pytest.raises(SpecError) as caught:
+            Task(model="alto-tiny", dataset="rows.jsonl", **keys)
+        return str(caught.value)
+
+    space = {"optim": ["sgd", "adamw_torch"], "optim_args": [{"momentum": 0.9}]}
+    assert message(search_space=space).startswith("In job-001 (optim=adamw_torch, optim_args={'momentum': 0.9}): optim")
+    assert message(method="kto", batch_size=1).startswith("In job-000: per_device_train_batch_size should be above 1")

@@ -57,7 +57,7 @@ def as_classifier(base: PreTrainedModel, labels: LabelSet) -> PreTrainedModel:
     """Transformers' own model with a copy of the body of ``base``, and a new head."""
     config = copy.deepcopy(base.config)
     config.update(labels.to_config())
-    model = AutoModelForSequenceClassification.from_config(config)
+    model = AutoModelForSequenceClassification.from_config(config, dtype=base.dtype)
     getattr(model, model.base_model_prefix).load_state_dict(base.base_model.state_dict())
     found: PreTrainedModel = model.eval()
     return found

@@ -7,6 +7,7 @@ import itertools
 import math
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -49,6 +50,7 @@ from alto.runs import Journal, RunDir, SilentJournal
 from alto.spec import Task, load_task
 
 CPU = torch.device("cpu")
+_QWEN3 = partial(make_model, "qwen3")
 
 PREFERENCES: list[dict[str, object]] = [
     {"loss_type": "sigmoid", "beta": 0.1, "lr": 5e-4, "r": 4, "batch_size": 4, "seed": 1},
@@ -75,11 +77,7 @@ def joined() -> Ranks:
     return Ranks(dist.get_rank(), dist.get_world_size())
 
 
-def sharded(name: str, ranks: Ranks) -> PreTrainedModel:
-    return in_shards(make_model(name), ranks)
-
-
-def in_shards(model: PreTrainedModel, ranks: Ranks) -> PreTrainedModel:
+def sharded(model: PreTrainedModel, ranks: Ranks) -> PreTrainedModel:
     mesh = ranks.mesh(CPU)
     if mesh is not None:
         shard(model, mesh)
@@ -136,7 +134,7 @@ def steps_are_those_of_peft_alone(name: str) -> None:
     """From equal state; once job by job, once with jobs that are spread over all ranks."""
     base, ranks = make_model(name), joined()
     for is_data_parallel, configs in ((False, STABLE), (True, STABLE[2:4])):
-        slots = Slots(sharded(name, ranks), make_task(configs), ranks, is_data_parallel=is_data_parallel)
+        slots = Slots(sharded(make_model(name), ranks), make_task(configs), ranks, is_data_parallel=is_data_parallel)
         checked = 0
         for step in range(10):
             states = {
@@ -170,7 +168,7 @@ def _steps_are_those_of_one_process(folder: str, method: str, jobs: list[dict[st
     for is_data_parallel, configs in ((False, jobs), (True, jobs[:2])):
         task = make_task(configs, method=method, max_tokens_per_pass=150)
         alone = Bank(make_model("llama"), task, data=data)
-        slots = Slots(sharded("llama", ranks), task, ranks, is_data_parallel=is_data_parallel, data=data)
+        slots = Slots(sharded(make_model("llama"), ranks), task, ranks, is_data_parallel=is_data_parallel, data=data)
         for split in ("train", "validation"):
             found, expected = (getattr(known, split).references for known in (slots.data, alone.data))
             assert float((found - expected).abs().max()) <= 1e-5 * float(expected.abs().max())
@@ -197,7 +195,7 @@ def steps_of_a_mixture_are_those_of_one_process() -> None:
     for is_data_parallel, configs in ((False, BALANCED), (True, BALANCED[:2])):
         task = make_task(configs, max_tokens_per_pass=100)
         alone = Bank(build_mixture("mixtral", vocab_size=VOCABULARY), task)
-        model = in_shards(build_mixture("mixtral", vocab_size=VOCABULARY), ranks)
+        model = sharded(build_mixture("mixtral", vocab_size=VOCABULARY), ranks)
         slots = Slots(model, task, ranks, is_data_parallel=is_data_parallel)
         for _ in range(2):
             for job, local_slot in slots.here(slots.jobs):
@@ -214,7 +212,7 @@ def a_job_that_goes_nan_changes_no_other_by_one_bit() -> None:
     ranks = joined()
 
     def trained(poisoned: str | None) -> dict[str, list[torch.Tensor]]:
-        slots = Slots(sharded("llama", ranks), make_task(STABLE), ranks)
+        slots = Slots(sharded(make_model("llama"), ranks), make_task(STABLE), ranks)
         for job, local_slot in slots.here(slots.jobs):
             if job.id == poisoned:
                 slots.trainer.bank.params_ZP[local_slot, 0] = float("nan")
@@ -252,12 +250,13 @@ def train(
     *,
     is_asked_to_stop: Callable[[], bool] | None = None,
     run_dir: RunDir | None = None,
+    model: Callable[[], PreTrainedModel] = _QWEN3,
 ) -> None:
     """The task of the run in ``folder``, from its beginning or its last checkpoint, to its end or for so many turns."""
     run_dir, ranks = run_dir or RunDir.open(folder), joined()
     resume_state = ranks.broadcast(recover(run_dir) if ranks.is_first else ResumeState(), ResumeState)
     task = load_task(run_dir.task_file)
-    backbone = Backbone(sharded("qwen3", ranks), None, "unused")  # type: ignore[arg-type]
+    backbone = Backbone(sharded(model(), ranks), None, "unused")  # type: ignore[arg-type]
     turns = itertools.count()
     journal: Journal = SilentJournal()
     if ranks.is_first:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from company import built
 from resident_jobs import DATA, make_model
+from transformers import PreTrainedModel
 
 from alto.backbone import Backbone
+from alto.data import TaskData
 from alto.early_exit import audit
 from alto.errors import TaskInterruptedError
 from alto.executor import Executor, Hooks, TaskSession
 from alto.runs import read_entries, read_events
 from alto.spec import Task
 
+_LLAMA = partial(make_model, "llama")
 SPACE = {"lr": {"min": 1e-5, "max": 1e-2, "log": True}, "r": [2, 4, 8], "batch_size": [4, 7]}
 TPE = {"algorithm": "tpe", "num_initial_jobs": 4, "budget": {"jobs": 12}}
 PBT = {"algorithm": "pbt", "num_initial_jobs": 4, "interval": 0.2, "exchanged": 0.25}
@@ -36,32 +41,54 @@ def make(search: dict[str, Any], **changes: Any) -> Task:
     return Task(**{**settings, **changes})
 
 
-class Run:
-    """One run of a task, in this process."""
+class KilledError(Exception):
+    """Ends a run at once: what it has not saved is lost."""
 
-    def __init__(self, folder: Path, task: Task) -> None:
+
+class Run:
+    """One run of a task, in this process.
+
+    Args:
+        folder: Of the run.
+        task: Its task.
+        model: Makes the base model.
+        data: Rows of the task.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        task: Task,
+        *,
+        model: Callable[[], PreTrainedModel] = _LLAMA,
+        data: TaskData = DATA,
+    ) -> None:
         self.folder = folder
         self.task = task
+        self._model = model
+        self._data = data
 
-    def train(self, turns: int | None = None) -> Run:
-        """To its end, or so many turns, after which it is stopped and saved."""
+    def train(self, turns: int | None = None, *, is_killed: bool = False) -> Run:
+        """To its end, or so many turns, after which it is stopped and saved, or killed."""
         left = [turns]
 
         def is_interrupted() -> bool:
             if left[0] is None:
                 return False
             left[0] -= 1
+            if is_killed and left[0] < 0:
+                raise KilledError
             return left[0] < 0
 
         from alto.executor.planned_job import resolve_rungs
 
-        task = resolve_rungs(self.task, len(DATA.train))
-        backbone = Backbone(make_model("llama"), None, "unused")
-        with built(self.folder, task, DATA, backbone, hooks=Hooks(is_interrupted=is_interrupted)) as session:
+        task = resolve_rungs(self.task, len(self._data.train))
+        backbone = Backbone(self._model(), None, "unused")
+        with built(self.folder, task, self._data, backbone, hooks=Hooks(is_interrupted=is_interrupted)) as session:
             if turns is None:
                 self.finish(session)
             else:
-                with pytest.raises(TaskInterruptedError):
+                with pytest.raises(KilledError if is_killed else TaskInterruptedError):
                     self.finish(session)
         return self
 

@@ -43,10 +43,11 @@ def classifier_of(model: PreTrainedModel, labels: LabelSet) -> PreTrainedModel:
     head = getattr(classifier, "score", None)
     if not isinstance(head, nn.Linear) or head.bias is not None:
         raise _unsupported(model, f"{type(classifier).__name__} to have a linear head score without bias", f"{head}")
-    setattr(classifier, prefix, getattr(model, prefix))
     classifier.score = nn.Linear(head.in_features, head.out_features, bias=False, device=model.device).to(model.dtype)
     nn.init.zeros_(classifier.score.weight)
-    found: PreTrainedModel = classifier.requires_grad_(False).eval()
+    classifier.eval()  # before it has the body, whose layers are in training mode where they are recomputed
+    setattr(classifier, prefix, getattr(model, prefix))
+    found: PreTrainedModel = classifier.requires_grad_(False)
     return found
 
 

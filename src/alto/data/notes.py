@@ -59,9 +59,12 @@ def mixture_notes(train: EncodedDataset, validation: EncodedDataset) -> list[str
 
 
 def label_notes(train: EncodedDataset, validation: EncodedDataset) -> list[str]:
-    """Notices about the labels of texts: how many rows have each, and which no row has; empty of other rows."""
-    if train.label_set is None or train.label_set.problem_type == "regression":
+    """Notices about the labels of texts: how many rows have each, and which no row has; of numbers, those that are
+    equal in all rows; empty of other rows."""
+    if train.label_set is None:
         return []
+    if train.label_set.problem_type == "regression":
+        return _number_notes(train, validation)
     counts, of_validation = _label_counts(train), _label_counts(validation)
     shown = [f"{quoted(name)[1:-1]} ({counts[name]:,})" for name in train.label_set.names[:_MAX_LABELS]]
     more = len(train.label_set.names) - len(shown)
@@ -70,6 +73,20 @@ def label_notes(train: EncodedDataset, validation: EncodedDataset) -> list[str]:
         absent = [name for name in train.label_set.names if not found[name]]
         if absent:
             notes.append(f"No {what} row has the label {listed(absent)}.")
+    return notes
+
+
+def _number_notes(train: EncodedDataset, validation: EncodedDataset) -> list[str]:
+    effects = {"training": "there is nothing to learn in it", "validation": "pearson, the correlation, has no value"}
+    notes = []
+    for (what, effect), dataset in zip(effects.items(), (train, validation), strict=True):
+        assert dataset.label_set is not None
+        assert dataset.classes is not None
+        rows = [label for label in dataset.classes if isinstance(label, tuple)]
+        outputs = zip(dataset.label_set.names, zip(*rows, strict=True), strict=True)
+        equal = [name for name, numbers in outputs if len(set(numbers)) == 1]
+        if equal:
+            notes.append(f"All {what} rows have the same number as {listed(equal)}: {effect}.")
     return notes
 
 

@@ -163,8 +163,9 @@ class Control:
             )
         if clone.shape != origin.shape:
             raise JobCommandError(
-                f"expected the rank and targets of {origin.id} in a clone that starts from its weights, found others; "
-                "leave r and target_modules as they are, or clone it without --warm"
+                f"expected the ranks, targets, magnitudes and biases of {origin.id} in a clone that starts from its "
+                "weights, found others; leave r, target_modules, use_dora and bias as they are, or clone it without "
+                "--warm"
             )
 
 

@@ -1,8 +1,4 @@
-"""bitsandbytes' AdamW with its state in 8 bits, for one adapter.
-
-Matrices go by ``<module>.A`` and ``<module>.B`` and have PEFT's orientation: ``[r, K]`` and ``[N, r]``, for in-features
-``K``, out-features ``N`` and rank ``r``. Further tensors of the adapter go by their own names.
-"""
+"""bitsandbytes' AdamW with its state in 8 bits, for one adapter."""
 
 from __future__ import annotations
 
@@ -14,6 +10,7 @@ from torch import Tensor, nn
 
 from alto.errors import UnsupportedError
 from alto.lora.parameter_groups import parameter_groups, set_rates
+from alto.lora.row_optimizer import RowOptimizer
 from alto.spec import JobConfig
 from alto.spec.optimizers import EIGHT_BIT_OPTIMIZERS, OptimizerName
 
@@ -63,7 +60,7 @@ def eight_bit_bytes(sizes: Iterable[int], dtype: torch.dtype) -> int:
     return total + has_maps * 2 * _NUM_LEVELS * torch.float32.itemsize
 
 
-class EightBitAdamW:
+class EightBitAdamW(RowOptimizer):
     """The 8-bit AdamW of one adapter.
 
     It computes on copies of the adapter's matrices in the layout of PEFT's parameters: its state is
@@ -106,12 +103,7 @@ class EightBitAdamW:
         config: JobConfig,
         learning_rate: float,
     ) -> None:
-        """One step of ``matrices``, in place; where there is no memory for it, nothing is changed.
-
-        Args:
-            grad_scale: Factor on the gradients (clipping), a scalar.
-            learning_rate: Of every ``A``; that of ``B`` and of vectors follows by ``config.loraplus_lr_ratio``.
-        """
+        """As :meth:`RowOptimizer.step`."""
         for name, parameter in self._parameters.items():
             parameter.copy_(matrices[name])
             parameter.grad = (gradients[name] * grad_scale).contiguous()
@@ -138,11 +130,11 @@ class EightBitAdamW:
             raise
 
     def read(self) -> dict[str, Tensor]:
-        """A copy of the state on the CPU, by ``<matrix>.<part>``."""
+        """As :meth:`RowOptimizer.read`."""
         return {name: part.detach().to("cpu", copy=True) for name, part in self._parts().items()}
 
     def write(self, step: int, tensors: Mapping[str, Tensor]) -> None:
-        """Restore a state that :meth:`read` returned after ``step`` steps."""
+        """As :meth:`RowOptimizer.write`."""
         for name, part in self._parts().items():
             part.copy_(tensors[name])
         self._set_step(step)

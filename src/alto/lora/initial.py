@@ -27,12 +27,13 @@ def initial_values(model: PreTrainedModel, extras: Iterable[ExtraTensor]) -> dic
 
     Args:
         model: The base model, with or without injected adapters.
-        extras: Parameters of its modules, magnitude vectors, which are the norms of the rows of their weights, and a
-            classification head, which the base has not: zeros, until a job draws its own.
+        extras: Parameters of its modules, magnitude vectors, which are the norms of the rows of their weights, and
+            classification heads, which the base has not: a single zero for those of any size, until a job draws its
+            own.
     """
     modules = base_modules(model)
     return {
-        extra.name: torch.zeros(extra.shape)
+        extra.name: torch.zeros(())
         if extra.name == HEAD
         else _of_module(modules[extra.name.rpartition(".")[0]], extra.name)
         for extra in extras

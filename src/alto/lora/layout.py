@@ -183,8 +183,9 @@ class BankLayout:
 
     @staticmethod
     def extras_of(shapes: Iterable[AdapterShape]) -> tuple[ExtraTensor, ...]:
-        """The further tensors of adapters, each once, by name."""
-        return tuple(sorted({extra for shape in shapes for extra in shape.extras}, key=lambda extra: extra.name))
+        """The further tensors of adapters, each once, by name; classification heads of several sizes have one name."""
+        extras = {extra for shape in shapes for extra in shape.extras}
+        return tuple(sorted(extras, key=lambda extra: (extra.name, extra.shape)))
 
     def places(self, shape: AdapterShape) -> RowPlaces:
         """Offsets of an adapter of ``shape`` in its row."""

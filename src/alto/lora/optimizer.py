@@ -11,6 +11,7 @@ from torch import Tensor
 from alto.kernels import choose_backend, upload
 from alto.lora.bank import AdapterBank
 from alto.lora.eight_bit import EightBitAdamW
+from alto.lora.row_optimizer import RowOptimizer
 from alto.lora.torch_optimizers import TORCH_OPTIMIZERS, TorchOptimizer
 from alto.spec import JobConfig
 from alto.spec.optimizers import OptimizerName
@@ -70,7 +71,7 @@ class SlotAdamW:
         self.exp_avg_ZP = bank.params_ZP.new_zeros(shape)
         self.exp_avg_sq_ZP = bank.params_ZP.new_zeros(shape)
         self.steps = [0] * bank.num_slots
-        self._own: dict[int, EightBitAdamW | TorchOptimizer] = {}
+        self._own: dict[int, RowOptimizer] = {}
         self._left_paged: list[EightBitAdamW] = []
 
     def gradient_norms(self, slots: Sequence[int]) -> Tensor:

@@ -1,8 +1,4 @@
-"""torch's optimizers and transformers' Adafactor for one adapter, with the settings of transformers' Trainer.
-
-Matrices go by ``<module>.A`` and ``<module>.B`` and have PEFT's orientation: ``[r, K]`` and ``[N, r]``, for in-features
-``K``, out-features ``N`` and rank ``r``. Further tensors of the adapter go by their own names.
-"""
+"""torch's optimizers and transformers' Adafactor for one adapter, with the settings of transformers' Trainer."""
 
 from __future__ import annotations
 
@@ -15,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from alto.lora.parameter_groups import parameter_groups, set_rates
+from alto.lora.row_optimizer import RowOptimizer
 from alto.spec import JobConfig
 from alto.spec.optimizers import OptimizerName
 
@@ -55,7 +52,7 @@ def torch_optimizer_bytes(shapes: Iterable[tuple[int, ...]], dtype: torch.dtype,
     return _NUM_MOMENTS[optim] * sum(map(math.prod, shapes)) * dtype.itemsize
 
 
-class TorchOptimizer:
+class TorchOptimizer(RowOptimizer):
     """The optimizer of one adapter; its state is kept here, and the optimizer itself is made for every step.
 
     So a step that fails has changed nothing: it works on copies of the tensors, which are contiguous as PEFT's
@@ -81,12 +78,7 @@ class TorchOptimizer:
         config: JobConfig,
         learning_rate: float,
     ) -> None:
-        """One step of ``matrices``, in place; where there is no memory for it, nothing is changed.
-
-        Args:
-            grad_scale: Factor on the gradients (clipping), a scalar.
-            learning_rate: Of every ``A``; that of ``B`` and of vectors follows by ``config.loraplus_lr_ratio``.
-        """
+        """As :meth:`RowOptimizer.step`."""
         parameters = {
             name: nn.Parameter(matrix.clone(memory_format=torch.contiguous_format)) for name, matrix in matrices.items()
         }
@@ -104,7 +96,7 @@ class TorchOptimizer:
             matrices[name].copy_(parameter)
 
     def read(self) -> dict[str, Tensor]:
-        """A copy of the state on the CPU, by ``<matrix>.<part>``; empty before the first step."""
+        """As :meth:`RowOptimizer.read`; empty before the first step."""
         return {
             f"{name}.{part}": torch.as_tensor(value).detach().to("cpu", copy=True)
             for name, parts in self._state.items()
@@ -113,7 +105,7 @@ class TorchOptimizer:
         }
 
     def write(self, step: int, tensors: Mapping[str, Tensor]) -> None:
-        """Restore a state that :meth:`read` returned after ``step`` steps."""
+        """As :meth:`RowOptimizer.write`."""
         self._state = {}
         for key, value in tensors.items():
             name, _, part = key.rpartition(".")

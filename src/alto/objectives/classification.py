@@ -71,8 +71,8 @@ def _one_label(logits_QK: Tensor, batch: TokenBatch) -> tuple[Tensor, Tensor, Te
     """Loss of every row, and what is predicted and what is true of every label, ``[Q, K]``."""
     labels_Q = _padded_labels(batch, logits_QK).long()
     losses_Q = F.cross_entropy(logits_QK, labels_Q, reduction="none")
-    num_labels = logits_QK.shape[1]
-    return losses_Q, F.one_hot(logits_QK.argmax(1), num_labels) > 0, F.one_hot(labels_Q, num_labels) > 0
+    indices_K = torch.arange(logits_QK.shape[1], device=logits_QK.device)
+    return losses_Q, logits_QK.argmax(1)[:, None] == indices_K, labels_Q[:, None] == indices_K
 
 
 def _several_labels(logits_QK: Tensor, batch: TokenBatch) -> tuple[Tensor, Tensor, Tensor]:

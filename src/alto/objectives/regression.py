@@ -27,6 +27,10 @@ __all__ = ["Regression"]
 _SUMS = 5
 """Sums over rows for every output: prediction, label, both squares, their product."""
 
+_ROUNDING = 1e-12
+"""Share of a mean square below which a variance may be rounding alone: numbers that differ by less than a millionth of
+their size count as equal."""
+
 
 class Regression:
     """The mean over rows."""
@@ -62,6 +66,8 @@ class Regression:
 
 
 def _correlation(x: float, y: float, xx: float, yy: float, xy: float, *, num_rows: int) -> float:
-    """The correlation of two variables by their sums over rows."""
-    spread = (num_rows * xx - x * x) * (num_rows * yy - y * y)
-    return (num_rows * xy - x * y) / math.sqrt(spread) if spread > 0 else math.nan
+    """The correlation of two variables by their sums over rows; NaN where all numbers of one are equal."""
+    spread_x, spread_y = num_rows * xx - x * x, num_rows * yy - y * y
+    if not (spread_x > _ROUNDING * num_rows * xx and spread_y > _ROUNDING * num_rows * yy):
+        return math.nan
+    return (num_rows * xy - x * y) / math.sqrt(spread_x * spread_y)

@@ -370,7 +370,8 @@ def _expand(task: Task, fixed: Mapping[str, Any], method: Method) -> tuple[Job, 
         except UnknownKeyError:
             raise  # the error is the same for every job
         except SpecError as error:
-            raise SpecError(f"In {job_id} ({_shown(varied)}): {error}") from None
+            place = f"{job_id} ({_shown(varied)})" if varied else job_id
+            raise SpecError(f"In {place}: {error}") from None
         other = first_with.setdefault(config, job_id)
         if other != job_id:
             raise SpecError(
@@ -405,4 +406,4 @@ def _job_config(task: Task, method: Method, values: Mapping[str, Any]) -> JobCon
 
 
 def _shown(varied: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key}={value}" for key, value in varied.items())
+    return ", ".join(f"{key}={written(key, value)}" for key, value in varied.items())

@@ -1,0 +1,55 @@
+"""What isolation of jobs means, of any method: a job that goes NaN changes no other, and it does not matter how the
+rows of a step are divided into micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from resident_jobs import LOSS_TOLERANCE, Bank, assert_same_step, state_of
+
+__all__ = ["assert_micro_batches_change_nothing", "assert_nan_stays_alone"]
+
+
+def assert_nan_stays_alone(make: Callable[[], Bank], victim: int = 1) -> None:
+    """Two steps of all others have the same bits beside a job of NaN.
+
+    Args:
+        make: Makes a bank, the same each time.
+        victim: Index of the job that goes NaN.
+    """
+    banks = [make() for _ in range(2)]
+    for bank in banks:
+        bank.step()
+    broken = banks[1].jobs[victim]
+    banks[1].trainer.bank.params_ZP[broken.slot].fill_(float("nan"))
+    for _ in range(2):
+        clean, poisoned = (bank.step() for bank in banks)
+        for job in banks[0].jobs:
+            if job.id != broken.id:
+                assert clean[job.id].loss == poisoned[job.id].loss
+                for kind in ("gradients", "updates"):
+                    for name, tensor in getattr(clean[job.id], kind).items():
+                        assert torch.equal(tensor, getattr(poisoned[job.id], kind)[name])
+    assert poisoned[broken.id].loss != poisoned[broken.id].loss, "the victim itself must be NaN, or nothing was shown"
+
+
+def assert_micro_batches_change_nothing(whole: Bank, split: Bank) -> None:
+    """Two steps, each from equal state, and an evaluation are the same where the rows of a job are divided.
+
+    Args:
+        whole: A bank whose micro-batches take all rows of a step.
+        split: The same jobs with smaller micro-batches.
+    """
+    for _ in range(2):
+        expected, found = whole.step(), split.step()
+        for job in whole.jobs:
+            assert_same_step(found[job.id], expected[job.id])
+        for mine, others in zip(split.jobs, whole.jobs, strict=True):  # go on from equal state
+            weights, optimizer = state_of(whole, others)
+            split.trainer.bank.write(mine.slot, weights)
+            split.trainer.optimizer.write(mine.slot, mine.config.optim, optimizer)
+    for found, expected in zip(split.trainer.evaluate(split.jobs), whole.trainer.evaluate(whole.jobs), strict=True):
+        assert found.loss == pytest.approx(expected.loss, rel=LOSS_TOLERANCE)
+        assert found.metrics == pytest.approx(expected.metrics, rel=1e-4, abs=1e-5)
