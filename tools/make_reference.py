@@ -172,17 +172,18 @@ with AdamW.
 
 `lora_alpha` is a number, `r`, or a multiple such as `2*r`. `target_modules` is `all-linear` (every linear layer but the
 output head), a module's name, a list of names, or a regular expression over full names; `exclude_modules` is written
-in the same way. `max_grad_norm` 0 or null clips nothing. `warmup_steps` and `warmup_ratio` exclude each other and are
-about the learning rate; early exit has a `warmup_ratio` of its own. `optim` may also be spelt `adamw` or
-`adamw_torch_fused` (for `adamw_torch`) and `adamw_bnb_8bit` (for `adamw_8bit`). The 8-bit ones are bitsandbytes' and
-need `pip install "alto-lora[bnb]"`, the paged one also a GPU. They train as bitsandbytes does alone. The bank holds
-32-bit state for all slots or, where no job of the task is trained with `adamw_torch`, for none. `sgd`, `rmsprop` and
-`adagrad` are torch's, `adafactor` is transformers' (with `scale_parameter` and `relative_step` off), as transformers'
-Trainer makes them; each is made for the row of its job alone. `optim_args` are a mapping, or text as in
-`TrainingArguments`: of `sgd` `momentum`, `dampening`, `nesterov`; of `rmsprop` `alpha`, `eps`, `momentum`, `centered`;
-of `adagrad` `eps`, `lr_decay`. `adam_beta1`, `adam_beta2` and `adam_epsilon` have an effect on AdamW only;
-`weight_decay` is an L2 penalty with torch's three, decoupled with the others. In a search space, settings go with their
-optimizer under `paired`.
+in the same way. The output head (`lm_head`) is adapted where it is named, on one GPU and without `use_dora`; tied to
+the embeddings or not, the adapter changes the logits alone. `max_grad_norm` 0 or null clips nothing. `warmup_steps` and
+`warmup_ratio` exclude each other and are about the learning rate; early exit has a `warmup_ratio` of its own. `optim`
+may also be spelt `adamw` or `adamw_torch_fused` (for `adamw_torch`) and `adamw_bnb_8bit` (for `adamw_8bit`). The 8-bit
+ones are bitsandbytes' and need `pip install "alto-lora[bnb]"`, the paged one also a GPU. They train as bitsandbytes
+does alone. The bank holds 32-bit state for all slots or, where no job of the task is trained with `adamw_torch`, for
+none. `sgd`, `rmsprop` and `adagrad` are torch's, `adafactor` is transformers' (with `scale_parameter` and
+`relative_step` off), as transformers' Trainer makes them; each is made for the row of its job alone. `optim_args` are a
+mapping, or text as in `TrainingArguments`: of `sgd` `momentum`, `dampening`, `nesterov`; of `rmsprop` `alpha`, `eps`,
+`momentum`, `centered`; of `adagrad` `eps`, `lr_decay`. `adam_beta1`, `adam_beta2` and `adam_epsilon` have an effect on
+AdamW only; `weight_decay` is an L2 penalty with torch's three, decoupled with the others. In a search space, settings
+go with their optimizer under `paired`.
 
 `rank_pattern` and `alpha_pattern` map names of modules (full names, their ends from a dot on, or regular expressions)
 to their own `r` and `lora_alpha`; the first key that matches counts. A module's output is scaled by its own two

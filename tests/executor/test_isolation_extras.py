@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from architectures import build_tiny
+from equal_steps import assert_continues_to_the_last_bit, assert_nan_stays_alone, compare
 from optional import needs_bitsandbytes
 from oracle import SoloJob, relative_distance
 from resident_jobs import DATA, VOCABULARY, Bank, assert_same_step, make_task
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, Starcoder2Config, Starcoder2ForCausalLM
 
-from alto.executor.checkpoint import StateStore, read_state, write_state
 from alto.kernels import DropoutKey
 from alto.kernels.dropout import dropout_factor
-from alto.lora import ModuleNames, linear_modules, write_adapter
-from alto.runs import RunDir
+from alto.lora import linear_modules
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 
@@ -104,17 +102,6 @@ def gpt2() -> PreTrainedModel:
 MODELS = {"llama": llama, "starcoder2": starcoder2}
 
 
-def compare(model: Callable[[], PreTrainedModel], bank: Bank, num_steps: int = 3) -> None:
-    """Every job's next steps are PEFT's, each from equal state."""
-    for _ in range(num_steps):
-        states = [(bank.trainer.bank.read(job.slot), bank.trainer.optimizer.read(job.slot)) for job in bank.jobs]
-        found = bank.step()
-        for job, state in zip(bank.jobs, states, strict=True):
-            solo = SoloJob(model(), DATA.train, job.config)
-            solo.load(*state)
-            assert_same_step(found[job.id], solo.train_step())
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_biases_are_trained_as_peft_trains_them_alone(name: str) -> None:
     bank = Bank(MODELS[name](), make_task(BIASES), slots=SLOTS)
@@ -160,54 +147,11 @@ def test_biases_of_checkpointed_layers_equal_peft_alone() -> None:
 
 
 def test_a_job_that_goes_nan_changes_no_other_job_by_one_bit() -> None:
-    assert_nan_stays_alone(starcoder2, BIASES)
-
-
-def assert_nan_stays_alone(model: Callable[[], PreTrainedModel], configs: list[dict[str, Any]]) -> None:
-    banks = [Bank(model(), make_task(configs), slots=SLOTS) for _ in range(2)]
-    for bank in banks:
-        bank.step()
-    victim = banks[1].jobs[0]
-    banks[1].trainer.bank.params_ZP[victim.slot].fill_(float("nan"))
-    for _ in range(2):
-        clean, poisoned = (bank.step() for bank in banks)
-        for job in banks[0].jobs:
-            if job.id != victim.id:
-                assert clean[job.id].loss == poisoned[job.id].loss
-                for kind in ("gradients", "updates"):
-                    for name, tensor in getattr(clean[job.id], kind).items():
-                        assert torch.equal(tensor, getattr(poisoned[job.id], kind)[name])
-    assert poisoned[victim.id].loss != poisoned[victim.id].loss, "the victim itself must be NaN, or nothing was shown"
+    assert_nan_stays_alone(starcoder2, BIASES, SLOTS)
 
 
 def test_a_job_that_was_parked_on_disk_continues_to_the_last_bit(tmp_path: Path) -> None:
     assert_continues_to_the_last_bit(starcoder2, BIASES, tmp_path)
-
-
-def assert_continues_to_the_last_bit(
-    model: Callable[[], PreTrainedModel], configs: list[dict[str, Any]], folder: Path
-) -> None:
-    stays, leaves, back = (Bank(model(), make_task(configs)) for _ in range(3))
-    names = ModuleNames.of(model())
-    for bank in (stays, leaves):
-        bank.step()
-        bank.step()
-    store = StateStore(RunDir(folder))
-    for before, after in zip(leaves.jobs, back.jobs, strict=True):
-
-        def fill(folder: Path, job: Any = before) -> None:
-            write_adapter(folder, leaves.trainer.bank.read(job.slot), job.config, "unused", names)
-            write_state(folder, leaves.trainer.optimizer.read(job.slot))
-
-        store.save(before.id, "last", before.step, fill)
-        after.step = before.step
-        back.trainer.readmit(after, after.slot, *read_state(store.folder(after.id, "last")))
-    for _ in range(2):
-        expected, found = stays.step(), back.step()
-        for job in stays.jobs:
-            assert found[job.id].loss == expected[job.id].loss
-            for name, update in expected[job.id].updates.items():
-                assert torch.equal(found[job.id].updates[name], update)
 
 
 class TestTheOracleBites:
@@ -318,7 +262,7 @@ class TestDora:
                 assert_same_step(found[job.id], solo.train_step())
 
     def test_a_job_that_goes_nan_changes_no_other_job_by_one_bit(self) -> None:
-        assert_nan_stays_alone(llama, DORA)
+        assert_nan_stays_alone(llama, DORA, SLOTS)
 
     def test_a_job_that_was_parked_on_disk_continues_to_the_last_bit(self, tmp_path: Path) -> None:
         assert_continues_to_the_last_bit(llama, DORA, tmp_path)

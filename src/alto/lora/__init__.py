@@ -23,7 +23,7 @@ from alto.lora.peft_format import (
 from alto.lora.peft_targets import ModuleNames
 from alto.lora.saved import SavedAdapter, adapter_base_model, is_adapter, read_saved_adapter
 from alto.lora.served import ServedAdapters, serving
-from alto.lora.shape import adapter_shape, rank_notes
+from alto.lora.shape import adapter_shape, rank_notes, tying_notes
 from alto.lora.shared_inputs import find_shared_inputs
 from alto.lora.targets import adaptable, find_targets, linear_modules
 from alto.lora.untrained import untrained_notes
@@ -73,6 +73,7 @@ __all__ = [
     "read_adapter",
     "read_saved_adapter",
     "serving",
+    "tying_notes",
     "untrained_notes",
     "write_adapter",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from alto.kernels import LoraOperands, SlotTensors, choose_backend
@@ -14,9 +14,10 @@ from alto.lora.dora import Dora
 from alto.lora.experts import MultiLoraExperts
 from alto.lora.injected import InjectedModule
 from alto.lora.linear import ForwardContext, FrozenWeight, MultiLoraLinear, RowPlaces, SharedInput, packed
+from alto.lora.lm_head import MultiLoraHead
 from alto.lora.magnitudes import magnitude_of
 from alto.lora.routers import MultiLoraRouter
-from alto.lora.targets import adaptable, base_modules, expert_bases, linear_bases, router_bases
+from alto.lora.targets import adaptable, base_modules, expert_bases, head_base, linear_bases, router_bases
 
 __all__ = ["eject", "inject"]
 
@@ -50,6 +51,12 @@ def inject(
         if group[0].is_router:
             router = MultiLoraRouter(routers[group[0].name], group[0].name, bank, operands, context, ops)
             model.set_submodule(group[0].name, router)
+            continue
+        if group[0].is_head:
+            base_head = head_base(model)
+            assert isinstance(base_head, nn.Linear)
+            head = MultiLoraHead(base_head, group[0].name, bank, operands, context, ops)
+            model.set_submodule(group[0].name, head)
             continue
         members = [bases[module.name] for module in group]
         biases = [bank.tensors(f"{module.name}.bias") for module in group]

@@ -23,6 +23,7 @@ class TargetModule:
         in_features: ``K``.
         out_features: ``N``.
         is_router: Whether it is the weight of a router, which no linear module holds.
+        is_head: Whether it is the output head of the model, which reads only what predicts a trained token.
         num_experts: ``E``, matrices of a parameter of experts, each of which has an ``A`` and a ``B`` of its own; None
             of a linear module.
     """
@@ -31,6 +32,7 @@ class TargetModule:
     in_features: int
     out_features: int
     is_router: bool = False
+    is_head: bool = False
     num_experts: int | None = None
 
     @property

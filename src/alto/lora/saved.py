@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from alto.errors import RunError, RunNotFoundError, UnsupportedError
 from alto.lora.biases import is_bias
@@ -40,6 +41,9 @@ _HARMLESS_KEYS = {
 }
 """Keys that do not change the effect of an adapter's tensors: supported here, or settings of the start of training."""
 
+_BASE_WEIGHT = ".base_layer.weight"
+"""End of PEFT's name of the frozen weight of an adapted module, which it saves of embeddings and of the output head."""
+
 _HEAD_NAMES = {"score", "classifier"}
 """Names that PEFT gives to ``modules_to_save`` where a classification head is trained."""
 
@@ -63,6 +67,7 @@ class SavedAdapter:
         weights: ``A`` as ``[K, r]`` and ``B`` as ``[r, N]`` by module name, float32 (as PEFT loads
             them), and its magnitudes and biases.
         target_parameters: Full names of weights that PEFT finds by themselves (see :mod:`alto.lora.peft_targets`).
+        base_weights: Weights of the base model by full name, which PEFT saves beside an adapter on its output head.
     """
 
     folder: Path
@@ -71,6 +76,7 @@ class SavedAdapter:
     rank: int
     weights: AdapterWeights
     target_parameters: tuple[str, ...] = ()
+    base_weights: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def has_patterns(self) -> bool:
@@ -106,9 +112,10 @@ def read_saved_adapter(folder: Path) -> SavedAdapter:
     _check_config(config, folder / CONFIG_FILE)
     _check_tensors(folder / WEIGHTS_FILE)
     read = read_adapter(folder)
+    base_weights = {name: tensor for name, tensor in read.extras.items() if name.removesuffix(".weight") in read}
     weights = AdapterWeights(
         {name: (a_KR.float(), b_RN.float()) for name, (a_KR, b_RN) in read.items()},
-        {name: tensor.float() for name, tensor in read.extras.items()},
+        {name: tensor.float() for name, tensor in read.extras.items() if name not in base_weights},
     )
     _check_parameters(config, weights, folder / CONFIG_FILE)
     _check_magnitudes(weights, folder, use_dora=bool(config.get("use_dora")))
@@ -129,6 +136,7 @@ def read_saved_adapter(folder: Path) -> SavedAdapter:
         rank=max(a_KR.shape[-1] for a_KR, _ in weights.values()),
         weights=weights,
         target_parameters=tuple(config.get("target_parameters") or ()),
+        base_weights=base_weights,
     )
 
 
@@ -216,8 +224,8 @@ def _check_parameters(config: Mapping[str, Any], weights: AdapterWeights, path: 
 
 
 def _check_tensors(path: Path) -> None:
-    """Every tensor is one half of a module's pair, its magnitude, a bias of the base, or a classification head; read
-    from the file's header."""
+    """Every tensor is one half of a module's pair, its magnitude, its frozen weight, a bias of the base, or a
+    classification head; read from the file's header."""
     try:
         with safe_open(path, framework="pt") as file:
             keys = set(file.keys())
@@ -229,6 +237,8 @@ def _check_tensors(path: Path) -> None:
     halves = {A_ENDING: B_ENDING, B_ENDING: A_ENDING}
     for key in sorted(keys):
         if is_magnitude(key) or (is_bias(key) and ".lora_" not in key):
+            continue
+        if key.endswith(_BASE_WEIGHT) and key.removesuffix(_BASE_WEIGHT) + A_ENDING in keys:
             continue
         half = next((end for end in halves if key.endswith(end)), None)
         if half is None:

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
+from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from alto.errors import TargetModuleError
+from alto.errors import TargetModuleError, UnsupportedError
 from alto.lora.biases import trained_biases
 from alto.lora.heads import head_tensor
+from alto.lora.injected import InjectedModule
 from alto.lora.layout import AdapterShape, TargetModule
 from alto.lora.magnitudes import magnitudes
 from alto.lora.peft_format import adapter_scale, lora_scale
-from alto.lora.targets import find_targets, linear_modules
+from alto.lora.targets import adaptable, find_targets, head_base, linear_modules
 from alto.records import LabelSet
 from alto.spec import JobConfig
 from alto.spec.job_config import SHAPE_FIELDS
 from alto.spec.module_names import module_matches, of_module
 
-__all__ = ["adapter_shape", "rank_notes"]
+__all__ = ["adapter_shape", "rank_notes", "tying_notes"]
 
 
 def adapter_shape(model: PreTrainedModel, config: JobConfig, labels: LabelSet | None = None) -> AdapterShape:
@@ -31,18 +35,14 @@ def adapter_shape(model: PreTrainedModel, config: JobConfig, labels: LabelSet | 
 
     Raises:
         TargetModuleError: See :func:`alto.lora.find_targets`; or a key of a pattern matches no linear module.
-        UnsupportedError: See :func:`alto.lora.biases.trained_biases` and :func:`alto.lora.magnitudes.magnitudes`.
+        UnsupportedError: The output head is targeted in a way that is not implemented; or see
+            :func:`alto.lora.biases.trained_biases` and :func:`alto.lora.magnitudes.magnitudes`.
     """
-    targets = find_targets(
-        model,
-        config.target_modules,
-        target_parameters=config.target_parameters or (),
-        exclude_modules=config.exclude_modules,
-        layers_to_transform=config.layers_to_transform,
-        layers_pattern=config.layers_pattern,
-    )
+    targets = _targets(model, config)
+    if any(target.is_head for target in targets):
+        _check_head(model, config, has_labels=labels is not None)
     for key, pattern in (("rank_pattern", config.rank_pattern), ("alpha_pattern", config.alpha_pattern)):
-        _check_pattern(key, [name for name, _ in pattern], linear_modules(model))
+        _check_pattern(key, [name for name, _ in pattern], _named(model))
     ranks = tuple(of_module(module.name, config.rank_pattern, config.r) for module in targets)
     alphas = tuple(of_module(module.name, config.alpha_pattern, config.lora_alpha) for module in targets)
     whole = adapter_scale(config)
@@ -92,6 +92,66 @@ def rank_notes(model: PreTrainedModel, configs: Iterable[JobConfig]) -> tuple[st
         f"Rank {rank} is larger than the smaller side of {module.name} ({module.in_features} × {module.out_features})"
         f"{others}. It is trained as asked, as in PEFT; a rank of that side can learn the same with fewer parameters. "
         "Lower r, or name the modules in rank_pattern.",
+    )
+
+
+def tying_notes(model: PreTrainedModel, configs: Iterable[JobConfig]) -> tuple[str, ...]:
+    """A notice where jobs adapt an output head whose weight is that of the embeddings.
+
+    Arguments and errors as of :func:`rank_notes`.
+    """
+    embeddings: Any = model.get_input_embeddings()
+    embeddings = embeddings.base if isinstance(embeddings, InjectedModule) else embeddings
+    head: Any = head_base(model)
+    if getattr(head, "weight", None) is not embeddings.weight:
+        return ()
+    distinct = {tuple(getattr(config, key) for key in SHAPE_FIELDS): config for config in configs}
+    if not any(target.is_head for config in distinct.values() for target in _targets(model, config)):
+        return ()
+    return (
+        "The output head and the embeddings of the base model are one weight: an adapter on the head changes the "
+        "logits alone, as in PEFT. Merging it with PEFT would change the embeddings too: serve it unmerged.",
+    )
+
+
+def _targets(model: PreTrainedModel, config: JobConfig) -> tuple[TargetModule, ...]:
+    return find_targets(
+        model,
+        config.target_modules,
+        target_parameters=config.target_parameters or (),
+        exclude_modules=config.exclude_modules,
+        layers_to_transform=config.layers_to_transform,
+        layers_pattern=config.layers_pattern,
+    )
+
+
+def _named(model: PreTrainedModel) -> tuple[TargetModule, ...]:
+    """What ``target_modules`` may name."""
+    return tuple(module for module in adaptable(model) if module.num_experts is None and not module.is_router)
+
+
+def _check_head(model: PreTrainedModel, config: JobConfig, *, has_labels: bool) -> None:
+    """Check that an adapter on the output head can be trained as ``config`` says.
+
+    Raises:
+        UnsupportedError: It cannot.
+    """
+    head = head_base(model)
+    assert isinstance(head, nn.Linear)
+    if has_labels:
+        setting, found, remedy = "method classification or regression", "whose place another head takes", "it"
+    elif isinstance(head.weight, DTensor):
+        setting, found = "num_gpus above 1", "whose adapters are trained on one GPU only"
+        remedy = "it, or write num_gpus: 1"
+    elif config.use_dora:
+        setting, found, remedy = "use_dora", "where DoRA is not implemented", "it, or use_dora"
+    elif config.bias != "none" and head.bias is not None:
+        setting, found, remedy = f"bias: {config.bias}", "whose bias is not trained", "it, or bias"
+    else:
+        return
+    raise UnsupportedError(
+        f"target_modules: expected modules of the base model's body with {setting}, found its output head, {found}; "
+        f"leave out {remedy}"
     )
 
 
