@@ -172,9 +172,10 @@ with AdamW.
 
 `lora_alpha` is a number, `r`, or a multiple such as `2*r`. `target_modules` is `all-linear` (every linear layer but the
 output head), a module's name, a list of names, or a regular expression over full names; `exclude_modules` is written
-in the same way. The output head (`lm_head`) is adapted where it is named, on one GPU and without `use_dora`; tied to
-the embeddings or not, the adapter changes the logits alone. `max_grad_norm` 0 or null clips nothing. `warmup_steps` and
-`warmup_ratio` exclude each other and are about the learning rate; early exit has a `warmup_ratio` of its own. `optim`
+in the same way. The output head and the token embeddings (`lm_head`, `embed_tokens`) are adapted where they are named,
+on one GPU and without `use_dora`; where they are one weight, an adapter on one leaves the other as it is.
+`max_grad_norm` 0 or null clips nothing. `warmup_steps` and `warmup_ratio` exclude each other and are about the learning
+rate; early exit has a `warmup_ratio` of its own. `optim`
 may also be spelt `adamw` or `adamw_torch_fused` (for `adamw_torch`) and `adamw_bnb_8bit` (for `adamw_8bit`). The 8-bit
 ones are bitsandbytes' and need `pip install "alto-lora[bnb]"`, the paged one also a GPU. They train as bitsandbytes
 does alone. The bank holds 32-bit state for all slots or, where no job of the task is trained with `adamw_torch`, for

@@ -96,6 +96,7 @@ class SoloJob:
             optimizer,
             lr=config.learning_rate,
             loraplus_lr_ratio=config.loraplus_lr_ratio,
+            loraplus_lr_embedding=config.learning_rate,  # only with a ratio of 1, which is that optimizer
             loraplus_weight_decay=config.weight_decay,
             **settings,
         )
@@ -390,6 +391,8 @@ def _plain_name(name: str) -> str:
     for theirs, ours in (
         (".lora_A.default.weight", ".A"),
         (".lora_B.default.weight", ".B"),
+        (".lora_embedding_A.default", ".A"),
+        (".lora_embedding_B.default", ".B"),
         (".lora_magnitude_vector.default.weight", ".lora_magnitude_vector"),
         (".base_layer.", "."),
         (".modules_to_save.default.", "."),

@@ -49,8 +49,8 @@ def _check_fit(network: PreTrainedModel, adapter: SavedAdapter, base: str) -> No
     if absent:
         others = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
         raise TargetModuleError(
-            f"{adapter.folder}: expected every module of the adapter to be a linear layer of the base model {base}, "
-            f"found that {absent[0]}{others} is not; name the model it was trained on with "
+            f"{adapter.folder}: expected every module of the adapter to be a linear layer or the embeddings of "
+            f"the base model {base}, found that {absent[0]}{others} is not; name the model it was trained on with "
             "--base"
         )
     _check_extras(network, adapter, base)
@@ -71,7 +71,7 @@ def _check_extras(network: PreTrainedModel, adapter: SavedAdapter, base: str) ->
     shapes = biases_of(network) | {
         magnitude_of(module.name): (module.out_features,)
         for module in adaptable(network)
-        if not (module.num_experts or module.is_head)
+        if not module.num_experts and module.is_in_body
     }
     for name, tensor in adapter.weights.extras.items():
         if name != HEAD and shapes.get(name) != tensor.shape:

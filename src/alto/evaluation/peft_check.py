@@ -164,7 +164,10 @@ def _parameter_of(extra: str, adapter: SavedAdapter) -> str:
 
 def _is_same(matrices: tuple[Tensor, Tensor], scale: float, layer: Any) -> bool:
     (active,) = layer.active_adapters
-    held = (part[active].weight.float().cpu() for part in (layer.lora_A, layer.lora_B))
+    pair = (layer.lora_A, layer.lora_B)
+    if active not in layer.lora_A:
+        pair = (layer.lora_embedding_A, layer.lora_embedding_B)  # parameters, no modules
+    held = (getattr(part[active], "weight", part[active]).float().cpu() for part in pair)
     are_equal = all(torch.equal(ours.cpu(), theirs) for ours, theirs in zip(matrices, held, strict=True))
     return are_equal and math.isclose(layer.scaling[active], scale)
 

@@ -11,13 +11,22 @@ from alto.kernels import LoraOperands, SlotTensors, choose_backend
 from alto.lora.bank import AdapterBank
 from alto.lora.biases import MultiBiasModule, is_bias, module_of_bias
 from alto.lora.dora import Dora
+from alto.lora.embeddings import MultiLoraEmbedding
 from alto.lora.experts import MultiLoraExperts
 from alto.lora.injected import InjectedModule
 from alto.lora.linear import ForwardContext, FrozenWeight, MultiLoraLinear, RowPlaces, SharedInput, packed
 from alto.lora.lm_head import MultiLoraHead
 from alto.lora.magnitudes import magnitude_of
 from alto.lora.routers import MultiLoraRouter
-from alto.lora.targets import adaptable, base_modules, expert_bases, head_base, linear_bases, router_bases
+from alto.lora.targets import (
+    adaptable,
+    base_modules,
+    embedding_base,
+    expert_bases,
+    head_base,
+    linear_bases,
+    router_bases,
+)
 
 __all__ = ["eject", "inject"]
 
@@ -57,6 +66,12 @@ def inject(
             assert isinstance(base_head, nn.Linear)
             head = MultiLoraHead(base_head, group[0].name, bank, operands, context, ops)
             model.set_submodule(group[0].name, head)
+            continue
+        if group[0].is_embedding:
+            table = embedding_base(model)
+            assert isinstance(table, nn.Embedding)
+            embeddings = MultiLoraEmbedding(table, group[0].name, bank, operands, context, ops)
+            model.set_submodule(group[0].name, embeddings)
             continue
         members = [bases[module.name] for module in group]
         biases = [bank.tensors(f"{module.name}.bias") for module in group]

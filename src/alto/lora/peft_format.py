@@ -32,7 +32,12 @@ __all__ = [
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
-A_ENDING, B_ENDING = ".lora_A.weight", ".lora_B.weight"
+ENDINGS = (".lora_A.weight", ".lora_B.weight")
+"""Ends of PEFT's names of the two matrices of a linear layer."""
+
+EMBEDDING_ENDINGS = (".lora_embedding_A", ".lora_embedding_B")
+"""Of embeddings."""
+
 PREFIX = "base_model.model."
 """What PEFT puts before the names of the base model's modules."""
 
@@ -71,8 +76,9 @@ def write_adapter(
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {}
     for name, (a_RK, b_NR) in as_in_peft(weights).items():
-        tensors[f"{PREFIX}{name}{A_ENDING}"] = a_RK
-        tensors[f"{PREFIX}{name}{B_ENDING}"] = b_NR
+        of_a, of_b = EMBEDDING_ENDINGS if name in model.embeddings else ENDINGS
+        tensors[f"{PREFIX}{name}{of_a}"] = a_RK
+        tensors[f"{PREFIX}{name}{of_b}"] = b_NR
     for name, tensor in weights.extras.items():
         tensors[extra_in_peft(name, weights)] = tensor
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
@@ -115,12 +121,19 @@ def read_adapter(folder: Path) -> AdapterWeights:
     description = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     rank, weights = description["r"], {}
     extras = {
-        _extra_name(module_of(key)): tensor for key, tensor in tensors.items() if not key.endswith((A_ENDING, B_ENDING))
+        _extra_name(module_of(key)): tensor
+        for key, tensor in tensors.items()
+        if not key.endswith((*ENDINGS, *EMBEDDING_ENDINGS))
     }
-    modules = [module_of(key.removesuffix(A_ENDING)) for key in sorted(tensors) if key.endswith(A_ENDING)]
+    modules = {
+        module_of(key.removesuffix(of_a)): (key, key.removesuffix(of_a) + of_b)
+        for of_a, of_b in (ENDINGS, EMBEDDING_ENDINGS)
+        for key in sorted(tensors)
+        if key.endswith(of_a)
+    }
     parameters = expert_names_of(modules, description.get("target_parameters") or ())
-    for module in modules:
-        a_RK, b_NR = tensors[f"{PREFIX}{module}{A_ENDING}"], tensors[f"{PREFIX}{module}{B_ENDING}"]
+    for module, (of_a, of_b) in modules.items():
+        a_RK, b_NR = tensors[of_a], tensors[of_b]
         if module in parameters:
             a_EKR = a_RK.view(-1, rank, a_RK.shape[1]).transpose(1, 2)
             weights[parameters[module]] = (

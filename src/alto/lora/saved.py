@@ -16,9 +16,9 @@ from alto.lora.biases import is_bias
 from alto.lora.heads import HEAD
 from alto.lora.magnitudes import is_magnitude, module_of_magnitude
 from alto.lora.peft_format import (
-    A_ENDING,
-    B_ENDING,
     CONFIG_FILE,
+    EMBEDDING_ENDINGS,
+    ENDINGS,
     PREFIX,
     WEIGHTS_FILE,
     lora_scale,
@@ -67,7 +67,8 @@ class SavedAdapter:
         weights: ``A`` as ``[K, r]`` and ``B`` as ``[r, N]`` by module name, float32 (as PEFT loads
             them), and its magnitudes and biases.
         target_parameters: Full names of weights that PEFT finds by themselves (see :mod:`alto.lora.peft_targets`).
-        base_weights: Weights of the base model by full name, which PEFT saves beside an adapter on its output head.
+        base_weights: Weights of the base model by full name, which PEFT saves beside an adapter on its embeddings or
+            its output head.
     """
 
     folder: Path
@@ -234,21 +235,22 @@ def _check_tensors(path: Path) -> None:
             f"{path}: expected a safetensors file, found something else ({error}); fetch it again"
         ) from error
     keys.discard(f"{PREFIX}{HEAD}")
-    halves = {A_ENDING: B_ENDING, B_ENDING: A_ENDING}
+    pairs = (ENDINGS, EMBEDDING_ENDINGS)
+    halves = {one: other for pair in pairs for one, other in (pair, pair[::-1])}
     for key in sorted(keys):
         if is_magnitude(key) or (is_bias(key) and ".lora_" not in key):
             continue
-        if key.endswith(_BASE_WEIGHT) and key.removesuffix(_BASE_WEIGHT) + A_ENDING in keys:
+        if key.endswith(_BASE_WEIGHT) and any(key.removesuffix(_BASE_WEIGHT) + of_a in keys for of_a, _ in pairs):
             continue
         half = next((end for end in halves if key.endswith(end)), None)
         if half is None:
             raise UnsupportedError(
-                f"{path}: expected the matrices lora_A and lora_B of linear layers, their magnitudes, biases, and "
-                f"nothing else, found {key}; "
-                "evaluate it with PEFT itself, or merge it into its base model"
+                f"{path}: expected the matrices lora_A and lora_B of linear layers and embeddings, their "
+                f"magnitudes, biases, and nothing else, found {key}; evaluate it with PEFT itself, or merge it into "
+                "its base model"
             )
         other = key.removesuffix(half) + halves[half]
         if other not in keys:
             raise RunError(f"{path}: expected {other} beside {key}, found it missing; fetch the file again")
-    if not any(key.endswith(A_ENDING) for key in keys):
+    if not any(key.endswith(of_a) for key in keys for of_a, _ in pairs):
         raise RunError(f"{path}: expected the matrices of an adapter, found none; fetch the file again")

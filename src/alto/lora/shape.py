@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
-from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from alto.errors import TargetModuleError, UnsupportedError
 from alto.lora.biases import trained_biases
 from alto.lora.heads import head_tensor
-from alto.lora.injected import InjectedModule
 from alto.lora.layout import AdapterShape, TargetModule
 from alto.lora.magnitudes import magnitudes
 from alto.lora.peft_format import adapter_scale, lora_scale
-from alto.lora.targets import adaptable, find_targets, head_base, linear_modules
+from alto.lora.targets import adaptable, embedding_base, find_targets, head_base, linear_modules
 from alto.records import LabelSet
 from alto.spec import JobConfig
 from alto.spec.job_config import SHAPE_FIELDS
@@ -39,8 +36,9 @@ def adapter_shape(model: PreTrainedModel, config: JobConfig, labels: LabelSet | 
             :func:`alto.lora.biases.trained_biases` and :func:`alto.lora.magnitudes.magnitudes`.
     """
     targets = _targets(model, config)
-    if any(target.is_head for target in targets):
-        _check_head(model, config, has_labels=labels is not None)
+    for target in targets:
+        if not target.is_in_body:
+            _check_end(model, target, config, has_labels=labels is not None)
     for key, pattern in (("rank_pattern", config.rank_pattern), ("alpha_pattern", config.alpha_pattern)):
         _check_pattern(key, [name for name, _ in pattern], _named(model))
     ranks = tuple(of_module(module.name, config.rank_pattern, config.r) for module in targets)
@@ -96,17 +94,14 @@ def rank_notes(model: PreTrainedModel, configs: Iterable[JobConfig]) -> tuple[st
 
 
 def tying_notes(model: PreTrainedModel, configs: Iterable[JobConfig]) -> tuple[str, ...]:
-    """A notice where jobs adapt an output head whose weight is that of the embeddings.
+    """A notice where jobs adapt an output head or embeddings that are one weight.
 
     Arguments and errors as of :func:`rank_notes`.
     """
-    embeddings: Any = model.get_input_embeddings()
-    embeddings = embeddings.base if isinstance(embeddings, InjectedModule) else embeddings
-    head: Any = head_base(model)
-    if getattr(head, "weight", None) is not embeddings.weight:
+    if getattr(head_base(model), "weight", None) is not embedding_base(model).weight:
         return ()
     distinct = {tuple(getattr(config, key) for key in SHAPE_FIELDS): config for config in configs}
-    if not any(target.is_head for config in distinct.values() for target in _targets(model, config)):
+    if not any(not target.is_in_body for config in distinct.values() for target in _targets(model, config)):
         return ()
     return (
         "The output head and the embeddings of the base model are one weight: an adapter on the head changes the "
@@ -130,27 +125,30 @@ def _named(model: PreTrainedModel) -> tuple[TargetModule, ...]:
     return tuple(module for module in adaptable(model) if module.num_experts is None and not module.is_router)
 
 
-def _check_head(model: PreTrainedModel, config: JobConfig, *, has_labels: bool) -> None:
-    """Check that an adapter on the output head can be trained as ``config`` says.
+def _check_end(model: PreTrainedModel, target: TargetModule, config: JobConfig, *, has_labels: bool) -> None:
+    """Check that an adapter on the output head or the embeddings can be trained as ``config`` says.
 
     Raises:
         UnsupportedError: It cannot.
     """
-    head = head_base(model)
-    assert isinstance(head, nn.Linear)
-    if has_labels:
+    what, module = ("output head", head_base(model)) if target.is_head else ("embeddings", embedding_base(model))
+    assert module is not None
+    if target.is_head and has_labels:
         setting, found, remedy = "method classification or regression", "whose place another head takes", "it"
-    elif isinstance(head.weight, DTensor):
+    elif isinstance(module.weight, DTensor):
         setting, found = "num_gpus above 1", "whose adapters are trained on one GPU only"
         remedy = "it, or write num_gpus: 1"
     elif config.use_dora:
         setting, found, remedy = "use_dora", "where DoRA is not implemented", "it, or use_dora"
-    elif config.bias != "none" and head.bias is not None:
+    elif target.is_head and config.bias != "none" and module.bias is not None:
         setting, found, remedy = f"bias: {config.bias}", "whose bias is not trained", "it, or bias"
+    elif target.is_embedding and config.loraplus_lr_ratio != 1.0:
+        setting, found = "loraplus_lr_ratio", "to which PEFT gives a fixed rate of 1e-6 then"
+        remedy = "it, or loraplus_lr_ratio"
     else:
         return
     raise UnsupportedError(
-        f"target_modules: expected modules of the base model's body with {setting}, found its output head, {found}; "
+        f"target_modules: expected modules of the base model's body with {setting}, found its {what}, {found}; "
         f"leave out {remedy}"
     )
 

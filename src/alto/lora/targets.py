@@ -21,6 +21,7 @@ from alto.spec.job_config import ALL_LINEAR
 __all__ = [
     "adaptable",
     "base_modules",
+    "embedding_base",
     "expert_bases",
     "find_targets",
     "head_base",
@@ -94,14 +95,27 @@ def head_base(model: PreTrainedModel) -> nn.Module | None:
     return found
 
 
-def _head(model: PreTrainedModel) -> tuple[TargetModule, ...]:
-    """The output head, where PEFT adapts it as well: a linear layer."""
-    head = head_base(model)
-    return tuple(
-        TargetModule(name=name, in_features=module.in_features, out_features=module.out_features, is_head=True)
-        for name, module in base_modules(model).items()
-        if module is head and isinstance(module, nn.Linear)
-    )
+def embedding_base(model: PreTrainedModel) -> nn.Module:
+    """The token embeddings of ``model`` as they are without injection."""
+    embeddings: Any = model.get_input_embeddings()
+    found: nn.Module = embeddings.base if isinstance(embeddings, InjectedModule) else embeddings
+    return found
+
+
+def _ends(model: PreTrainedModel) -> tuple[TargetModule, ...]:
+    """The output head and the token embeddings, where PEFT adapts them as well: a linear layer, and
+    ``torch.nn.Embedding``."""
+    names = {module: name for name, module in base_modules(model).items()}
+    head, embeddings = head_base(model), embedding_base(model)
+    found = []
+    if isinstance(head, nn.Linear) and head in names:
+        rows, columns = head.out_features, head.in_features
+        found.append(TargetModule(name=names[head], in_features=columns, out_features=rows, is_head=True))
+    if isinstance(embeddings, nn.Embedding) and embeddings in names:
+        rows, columns = embeddings.num_embeddings, embeddings.embedding_dim
+        table = TargetModule(name=names[embeddings], in_features=rows, out_features=columns, is_embedding=True)
+        found.append(table)
+    return tuple(found)
 
 
 def _is_left_out(model: PreTrainedModel, name: str) -> bool:
@@ -148,7 +162,7 @@ def _is_router(module: nn.Module) -> bool:
 
 def adaptable(model: PreTrainedModel) -> tuple[TargetModule, ...]:
     """All that may have adapters: linear modules, then routers, then parameters of experts, each in the model's
-    order, then the output head."""
+    order, then the output head and the embeddings."""
     routers = (
         TargetModule(name=name, in_features=weight.shape[1], out_features=weight.shape[0], is_router=True)
         for name, module in router_bases(model).items()
@@ -157,7 +171,7 @@ def adaptable(model: PreTrainedModel) -> tuple[TargetModule, ...]:
     experts = (
         parameter for name, module in expert_bases(model).items() for parameter in expert_parameters(module, name)
     )
-    return (*linear_modules(model), *routers, *experts, *_head(model))
+    return (*linear_modules(model), *routers, *experts, *_ends(model))
 
 
 def _sizes(module: FrozenLinear) -> tuple[int, int]:
@@ -185,8 +199,8 @@ def find_targets(
     """The modules that the settings select, in the order of :func:`adaptable`.
 
     Args:
-        target_modules: ``"all-linear"``, which leaves out the output head; or names, each a full one or an ending such
-            as ``q_proj``; or, as another string, a regular expression that has to match full names as a whole.
+        target_modules: ``"all-linear"``, which leaves out head and embeddings; or names, each a full one or an ending
+            such as ``q_proj``; or, as another string, a regular expression that has to match full names as a whole.
         target_parameters: Names of parameters of experts and routers, each a full one or an ending such as
             ``experts.gate_up_proj`` or ``gate.weight``.
         exclude_modules: Names or an expression of modules that are left out.
@@ -208,7 +222,7 @@ def find_targets(
             "target_modules: expected a base model with linear modules that PEFT adapts as well, found none besides "
             "its output head; use another base model"
         )
-    known = linear | {head.name: head for head in _head(model)}
+    known = linear | {end.name: end for end in _ends(model)}
     excluded = _excluded(model, exclude_modules)
     if target_modules == ALL_LINEAR:
         found = set(linear)
@@ -226,7 +240,7 @@ def find_targets(
             "change one of them"
         )
     chosen = [module for name, module in known.items() if name in found]
-    return (*(m for m in chosen if not m.is_head), *experts, *(m for m in chosen if m.is_head))
+    return (*(m for m in chosen if m.is_in_body), *experts, *(m for m in chosen if not m.is_in_body))
 
 
 def _excluded(model: PreTrainedModel, exclude_modules: str | Sequence[str] | None) -> set[str]:
@@ -303,7 +317,7 @@ def _meant(
     modules = base_modules(model)
     found = {name for name in modules if matches(text, name)}
     if not found & set(known):
-        kinds = sorted({(module.is_head, name.rsplit(".", 1)[-1]) for name, module in known.items()})
+        kinds = sorted({(not module.is_in_body, name.rsplit(".", 1)[-1]) for name, module in known.items()})
         leaves = [leaf for _, leaf in kinds]
         near = difflib.get_close_matches(text, leaves, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
@@ -314,8 +328,8 @@ def _meant(
         )
     for name in sorted(found - set(known) - excluded):
         raise TargetModuleError(
-            f"target_modules: expected only linear modules of the model, found that {text!r} also matches {name!r}, a "
-            f"{type(modules[name]).__name__}; narrow it"
+            f"target_modules: expected only linear modules and the embeddings of the model, found that {text!r} also "
+            f"matches {name!r}, a {type(modules[name]).__name__}; narrow it"
         )
     return found
 
