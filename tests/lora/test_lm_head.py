@@ -373,5 +373,7 @@ class TestTargets:
 
 
 def test_a_name_near_it_is_suggested() -> None:
-    with pytest.raises(TargetModuleError, match=r"did you mean 'lm_head'\? .* up_proj, v_proj, embed_tokens, lm_head, a full name"):
+    with pytest.raises(
+        TargetModuleError, match=r"did you mean 'lm_head'\? .* up_proj, v_proj, embed_tokens, lm_head, a full name"
+    ):
         find_targets(build_tiny("llama"), ["lmhead"])

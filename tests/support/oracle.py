@@ -288,6 +288,7 @@ def peft_settings(config: JobConfig) -> dict[str, Any]:
         "use_rslora": config.use_rslora,
         "bias": config.bias,
         "use_dora": config.use_dora,
+        "modules_to_save": None if config.modules_to_save is None else list(config.modules_to_save),
         "task_type": "CAUSAL_LM",
     }
 

@@ -29,10 +29,14 @@ class LogitAdapters(Protocol):
     Attributes:
         anchor: A tensor that requires grad, so that autograd reaches the adapters where the hidden states do not need a
             gradient.
+        weight: A head of their own ``[V, H]``, which is in the place of the frozen one; None where they have none.
     """
 
     @property
     def anchor(self) -> Tensor: ...
+
+    @property
+    def weight(self) -> Tensor | None: ...
 
     def inputs(self, hidden_SH: Tensor) -> Tensor:
         """What the adapters read, ``[S, H]``: the hidden states, with dropout where a job has it."""
@@ -218,7 +222,7 @@ def token_losses(
         hidden_SH,
         adapters.inputs(hidden_SH),
         adapters.anchor,
-        weight_VH,
+        weight_VH if adapters.weight is None else adapters.weight,
         bias_V,
         targets_S,
         scale,

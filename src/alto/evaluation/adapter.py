@@ -20,6 +20,7 @@ from alto.lora import (
     initial_values,
     magnitude_of,
     serving,
+    whole_shapes,
 )
 
 __all__ = ["loaded_adapters"]
@@ -68,18 +69,22 @@ def _check_fit(network: PreTrainedModel, adapter: SavedAdapter, base: str) -> No
 
 
 def _check_extras(network: PreTrainedModel, adapter: SavedAdapter, base: str) -> None:
-    shapes = biases_of(network) | {
-        magnitude_of(module.name): (module.out_features,)
-        for module in adaptable(network)
-        if not module.num_experts and module.is_in_body
-    }
+    shapes = (
+        biases_of(network)
+        | whole_shapes(network)
+        | {
+            magnitude_of(module.name): (module.out_features,)
+            for module in adaptable(network)
+            if not module.num_experts and module.is_in_body
+        }
+    )
     for name, tensor in adapter.weights.extras.items():
         if name != HEAD and shapes.get(name) != tensor.shape:
             found = f"of {tuple(tensor.shape)}" if name in shapes else "which the model does not have"
             raise TargetModuleError(
-                f"{adapter.folder}: expected magnitudes of linear layers, and biases of these and of LayerNorm, of the "
-                f"base model {base}, found {name}, {found}; name the model it was trained on "
-                "with --base, or evaluate it with PEFT"
+                f"{adapter.folder}: expected magnitudes of linear layers, biases of these and of LayerNorm, the output "
+                f"head and the embeddings of the base model {base}, found {name}, {found}; name the model it was "
+                "trained on with --base, or evaluate it with PEFT"
             )
 
 

@@ -16,7 +16,7 @@ from alto.kernels.operands import VECTOR_SIZE, LoraOperands
 from alto.kernels.row_parts import RowParts
 from alto.kernels.schedule import Segment, TokenSchedule
 from alto.kernels.slot_bias import slot_bias_change
-from alto.kernels.slot_embedding import slot_embedding_change
+from alto.kernels.slot_embedding import slot_embedding_change, slot_embeddings
 from alto.kernels.slot_tensors import SlotTensors
 
 __all__ = [
@@ -39,5 +39,6 @@ __all__ = [
     "scaled_by_magnitude",
     "slot_bias_change",
     "slot_embedding_change",
+    "slot_embeddings",
     "upload",
 ]

@@ -1,10 +1,10 @@
-"""The low-rank change of token embeddings, of every slot for its own tokens.
+"""Token embeddings of every slot for its own tokens: a low-rank change of the frozen ones, or a table of its own.
 
 An embedding is a linear layer of a one-hot input: the product with ``A`` is a choice of its rows, and the gradient of
 ``A`` is added to the rows that were chosen. One implementation in PyTorch of these two serves all backends: each moves
 ``T · R`` numbers, in a number of launches that does not depend on the jobs. The rest are the ops of every layer.
 
-Shapes: ``T`` tokens, ``H`` out-features, ``R`` the largest rank of the bank.
+Shapes: ``T`` tokens, ``V`` vocabulary, ``H`` out-features, ``R`` the largest rank of the bank.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from alto.kernels.forward_table import upload
 from alto.kernels.operands import LoraOperands
 from alto.kernels.schedule import TokenSchedule
+from alto.kernels.slot_tensors import SlotTensors
 
-__all__ = ["slot_embedding_change"]
+__all__ = ["slot_embedding_change", "slot_embeddings"]
 
 
 class _SlotEmbeddingChange(torch.autograd.Function):
@@ -112,3 +114,66 @@ def _add_at(target: Tensor, places: Tensor, values: Tensor) -> None:
         target.index_put_((places,), values, accumulate=True)  # sorts; index_add_ is by atomics there
     else:
         target.index_add_(0, places, values)  # one after the other; index_put_ is by atomics here
+
+
+class _SlotEmbeddings(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        anchor: Tensor,
+        base_TH: Tensor,
+        ids_T: Tensor,
+        tables: SlotTensors,
+        schedule: TokenSchedule,
+        factor: float,
+        padding_idx: int | None,
+    ) -> Tensor:
+        own_TH = base_TH.clone()
+        for slot, start, end in schedule.segments:
+            if slot in tables:
+                table_VH, _ = tables.of_slot(slot)
+                own_TH[start:end] = F.embedding(ids_T[start:end], table_VH).to(base_TH.dtype) * factor
+        ctx.save_for_backward(ids_T)
+        ctx.tables, ctx.schedule, ctx.factor, ctx.padding_idx = tables, schedule, factor, padding_idx
+        return own_TH
+
+    @staticmethod
+    def backward(ctx: Any, dy_TH: Tensor) -> tuple[None, None, None, None, None, None, None]:
+        (ids_T,) = ctx.saved_tensors
+        for slot, start, end in ctx.schedule.segments:
+            if slot in ctx.tables:
+                ids = ids_T[start:end]
+                _, gradient_VH = ctx.tables.of_slot(slot)
+                values = dy_TH[start:end].to(gradient_VH.dtype) * ctx.factor
+                if ctx.padding_idx is not None:
+                    values = torch.where((ids != ctx.padding_idx)[:, None], values, 0.0)
+                _add_at(gradient_VH, ids, values)
+        return None, None, None, None, None, None, None
+
+
+def slot_embeddings(
+    anchor: Tensor,
+    base_TH: Tensor,
+    ids_T: Tensor,
+    tables: SlotTensors,
+    schedule: TokenSchedule,
+    *,
+    factor: float = 1.0,
+    padding_idx: int | None = None,
+) -> Tensor:
+    """The embedding of every token in its slot's own table, ``[T, H]``; of slots without a table ``base_TH``.
+
+    The backward pass accumulates the gradients of the tables into the bank. Launches grow with the slots that have one,
+    as do the bytes that they move.
+
+    Args:
+        anchor: A tensor that requires grad, so that autograd reaches it.
+        base_TH: The frozen embeddings of the tokens, which need no gradient.
+        ids_T: Token ids, int64.
+        tables: Of shape ``[V, H]``. What is read of them is rounded to the dtype of ``base_TH``.
+        schedule: Tokens of every slot.
+        factor: Of the embeddings.
+        padding_idx: The token whose row gets no gradient.
+    """
+    own_TH: Tensor = _SlotEmbeddings.apply(anchor, base_TH, ids_T, tables, schedule, factor, padding_idx)
+    return own_TH

@@ -28,6 +28,7 @@ from alto.lora.shared_inputs import find_shared_inputs
 from alto.lora.targets import adaptable, find_targets, linear_modules
 from alto.lora.untrained import untrained_notes
 from alto.lora.weights import AdapterWeights
+from alto.lora.whole_modules import is_whole, module_of_whole, whole_shapes
 
 __all__ = [
     "ADAPTER_DTYPES",
@@ -66,14 +67,17 @@ __all__ = [
     "is_adapter",
     "is_bias",
     "is_magnitude",
+    "is_whole",
     "linear_modules",
     "magnitude_of",
     "module_of",
+    "module_of_whole",
     "rank_notes",
     "read_adapter",
     "read_saved_adapter",
     "serving",
     "tying_notes",
     "untrained_notes",
+    "whole_shapes",
     "write_adapter",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -21,12 +21,12 @@ from alto.lora.routers import MultiLoraRouter
 from alto.lora.targets import (
     adaptable,
     base_modules,
-    embedding_base,
     expert_bases,
     head_base,
     linear_bases,
     router_bases,
 )
+from alto.lora.whole_modules import whole_weights
 
 __all__ = ["eject", "inject"]
 
@@ -51,6 +51,7 @@ def inject(
     numbers = {target.name: number for number, target in enumerate(adaptable(model))}
     numbers |= {name: numbers[names[0]] for names in bank.layout.shared_inputs for name in names}
     operands_of_experts: dict[str, dict[str, LoraOperands]] = {}
+    of_ends: dict[str, LoraOperands] = {}
     for index, group in enumerate(bank.layout.groups):
         operands = bank.operands(index, numbers[group[0].name])
         if group[0].num_experts:
@@ -61,17 +62,8 @@ def inject(
             router = MultiLoraRouter(routers[group[0].name], group[0].name, bank, operands, context, ops)
             model.set_submodule(group[0].name, router)
             continue
-        if group[0].is_head:
-            base_head = head_base(model)
-            assert isinstance(base_head, nn.Linear)
-            head = MultiLoraHead(base_head, group[0].name, bank, operands, context, ops)
-            model.set_submodule(group[0].name, head)
-            continue
-        if group[0].is_embedding:
-            table = embedding_base(model)
-            assert isinstance(table, nn.Embedding)
-            embeddings = MultiLoraEmbedding(table, group[0].name, bank, operands, context, ops)
-            model.set_submodule(group[0].name, embeddings)
+        if not group[0].is_in_body:
+            of_ends[group[0].name] = operands
             continue
         members = [bases[module.name] for module in group]
         biases = [bank.tensors(f"{module.name}.bias") for module in group]
@@ -83,6 +75,7 @@ def inject(
             model.set_submodule(module.name, MultiLoraLinear(base, module.name, shared, member))
     for name, operands_by_key in operands_of_experts.items():
         model.set_submodule(name, MultiLoraExperts(of_experts[name], bank, operands_by_key, context, ops))
+    _inject_ends(model, bank, context, of_ends)
     _inject_biases(model, bank, context)
     return context
 
@@ -92,6 +85,28 @@ def _magnitude(bank: AdapterBank, module: str) -> tuple[SlotTensors, Tensor] | N
     name = magnitude_of(module)
     vectors = bank.tensors(name)
     return None if vectors is None else (vectors, bank.initial[name].to(bank.params_ZP.device))
+
+
+def _inject_ends(
+    model: PreTrainedModel, bank: AdapterBank, context: ForwardContext, operands: Mapping[str, LoraOperands]
+) -> None:
+    """Wrap the output head and the embeddings, where they have adapters or are trained whole.
+
+    Args:
+        operands: Their adapters by name.
+    """
+    ops = choose_backend(device=bank.params_ZP.device)
+    whole = set(whole_weights({extra.name: extra for extra in bank.layout.extras}))
+    modules, head = base_modules(model), head_base(model)
+    for name in {*operands, *whole}:
+        base = modules[name]
+        if base is head:
+            assert isinstance(base, nn.Linear)
+            wrapped: nn.Module = MultiLoraHead(base, name, bank, operands.get(name), context, ops)
+        else:
+            assert isinstance(base, nn.Embedding)
+            wrapped = MultiLoraEmbedding(base, name, bank, operands.get(name), context, ops)
+        model.set_submodule(name, wrapped)
 
 
 def _inject_biases(model: PreTrainedModel, bank: AdapterBank, context: ForwardContext) -> None:

@@ -1,4 +1,5 @@
-"""The output head of a causal LM with an adapter per slot (``target_modules: [lm_head]``).
+"""The output head of a causal LM with an adapter per slot (``target_modules: [lm_head]``), or a head of its own
+(``modules_to_save``).
 
 In training and evaluation the loss head computes logits chunk by chunk, and only of tokens that are trained: here it
 asks what the adapters add to a chunk. Where the model computes its logits itself, the head is a layer like others.
@@ -15,6 +16,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from alto.errors import UnsupportedModelError
 from alto.kernels import LoraOperands, TokenSchedule, dropped_inputs, grouped_lora_linear, upload
@@ -22,6 +24,7 @@ from alto.lora.adapted_weight import AdaptedWeight
 from alto.lora.bank import AdapterBank
 from alto.lora.injected import InjectedModule
 from alto.lora.linear import ForwardContext, FrozenWeight
+from alto.lora.whole_modules import whole_name
 
 __all__ = ["MultiLoraHead"]
 
@@ -48,8 +51,8 @@ class MultiLoraHead(InjectedModule):
     Args:
         base: The head, a linear layer.
         name: Its full name in the model.
-        bank: Adapters of all slots.
-        operands: Its adapters.
+        bank: Adapters of all slots, and heads that jobs train whole.
+        operands: Its adapters; None where no job has any.
         context: Gives the slots of the tokens.
         ops: The backend that holds the ops.
     """
@@ -59,7 +62,7 @@ class MultiLoraHead(InjectedModule):
         base: nn.Linear,
         name: str,
         bank: AdapterBank,
-        operands: LoraOperands,
+        operands: LoraOperands | None,
         context: ForwardContext,
         ops: ModuleType,
     ) -> None:
@@ -68,6 +71,7 @@ class MultiLoraHead(InjectedModule):
         self._name = name
         self._bank = bank
         self._operands = operands
+        self._heads = bank.tensors(whole_name(name))  # those that jobs train whole; None where no job does
         self._context = context
         self._ops = ops
 
@@ -94,26 +98,34 @@ class MultiLoraHead(InjectedModule):
         if schedule is None or not schedule.segments:
             result: Tensor = self.base(x)
             return result
+        schedule = _of_kept(schedule, x)
         x_SH = x.reshape(-1, x.shape[-1])
         frozen = FrozenWeight(self.base)
-        (y_SV,) = grouped_lora_linear(
-            x_SH, self._bank.anchor, [frozen], self._operands, _of_kept(schedule, x), self._ops
-        )
+        if self._operands is None:
+            y_SV = frozen.forward(x_SH)
+        else:
+            (y_SV,) = grouped_lora_linear(x_SH, self._bank.anchor, [frozen], self._operands, schedule, self._ops)
+        for slot, start, end in schedule.segments:
+            if self._heads is not None and slot in self._heads:
+                assert not torch.is_grad_enabled(), "heads are trained through the loss head"
+                y_SV[start:end] = F.linear(x_SH[start:end], self._heads.of_slot(slot)[0].to(x_SH.dtype))
         return y_SV.view(*x.shape[:-1], -1)
 
-    def runs(self, tokens: _Tokens) -> list[tuple[int, _HeadAdapters | None]]:
+    def runs(self, tokens: _Tokens) -> list[tuple[int, _HeadAdapters | _OwnHead | None]]:
         """The trained tokens of a forward pass in order, in runs of consecutive ones: how many, and their adapters,
         None where their jobs have none on the head."""
         schedule = self._context.schedule
         assert schedule is not None
         jobs = list(zip(tokens.slots, tokens.job_targets, _starts(tokens.job_tokens), strict=True))
-        found: list[tuple[int, _HeadAdapters | None]] = []
+        found: list[tuple[int, _HeadAdapters | _OwnHead | None]] = []
         first = 0
-        for is_adapted, of_run in itertools.groupby(jobs, key=lambda job: job[0] in self._operands.slots):
+        for (is_adapted, own_slot), of_run in itertools.groupby(jobs, key=lambda job: self._kind(job[0])):
             slots, counts, starts = zip(*of_run, strict=True)
             end = first + sum(counts)
-            adapters = None
-            if is_adapted and end > first:
+            adapters: _HeadAdapters | _OwnHead | None = None
+            if own_slot is not None and self._heads is not None:
+                adapters = _OwnHead(self._bank.anchor, *self._heads.of_slot(own_slot), self.base.weight.dtype)
+            elif is_adapted and end > first and self._operands is not None:
                 adapters = _HeadAdapters(
                     self._bank.anchor,
                     self._operands,
@@ -125,6 +137,11 @@ class MultiLoraHead(InjectedModule):
             found.append((end - first, adapters))
             first = end
         return found
+
+    def _kind(self, slot: int) -> tuple[bool, int | None]:
+        """Whether a slot has matrices on the head, and the slot itself where it has a head of its own."""
+        has_own = self._heads is not None and slot in self._heads
+        return self._operands is not None and slot in self._operands.slots, slot if has_own else None
 
 
 class _HeadAdapters:
@@ -149,6 +166,7 @@ class _HeadAdapters:
         starts: dict[int, int],
     ) -> None:
         self.anchor = anchor
+        self.weight: Tensor | None = None
         self._operands = operands
         self._ops = ops
         self._schedule = schedule
@@ -197,6 +215,42 @@ class _HeadAdapters:
             counts = [max(0, min(segment.end, end) - max(segment.start, first)) for segment in self._schedule.segments]
             self._parts[first, end] = TokenSchedule.build(self._schedule.slots, counts, self._schedule.scales)
         return self._parts[first, end]
+
+
+class _OwnHead:
+    """A head that a job trains whole, as :class:`alto.backbone.loss_head.LogitAdapters` without matrices.
+
+    Args:
+        anchor: See there.
+        weight_VH: The head in the bank.
+        gradient_VH: Its gradient there.
+        dtype: Of the base model, to which it is rounded where it is used.
+    """
+
+    def __init__(self, anchor: Tensor, weight_VH: Tensor, gradient_VH: Tensor, dtype: torch.dtype) -> None:
+        self.anchor = anchor
+        self.weight: Tensor | None = weight_VH.to(dtype)
+        self._gradient_VH = gradient_VH
+
+    def inputs(self, hidden_SH: Tensor) -> Tensor:
+        """The hidden states."""
+        return hidden_SH
+
+    def shrink(self, x_SH: Tensor) -> Tensor:
+        """No columns."""
+        return x_SH[:, :0]
+
+    def add(self, s_CQ: Tensor, logits_CV: Tensor, part: slice) -> None:
+        """Add nothing."""
+
+    def backward(
+        self, x_CH: Tensor, s_CQ: Tensor, dlogits_CV: Tensor, dloss_C: Tensor, part: slice, *, needs_input: bool
+    ) -> Tensor | None:
+        """Zeros, as the loss head has the gradient towards the hidden states; the gradient of the head is added in the
+        bank."""
+        dtype = self._gradient_VH.dtype
+        self._gradient_VH.addmm_((dlogits_CV * dloss_C[:, None]).to(dtype).T, x_CH.to(dtype))
+        return torch.zeros_like(x_CH) if needs_input else None
 
 
 def _selected(schedule: TokenSchedule, slots: Sequence[int], counts: Sequence[int]) -> TokenSchedule:

@@ -17,6 +17,7 @@ from torch import Tensor
 from alto.lora.heads import HEAD
 from alto.lora.peft_targets import ModuleNames, PeftTargets, expert_names_of, peft_targets, wrapper_names
 from alto.lora.weights import AdapterWeights
+from alto.lora.whole_modules import whole_weights
 from alto.spec import JobConfig
 
 __all__ = [
@@ -88,6 +89,7 @@ def write_adapter(
         peft_targets(weights, model, experts=_stacked(weights)),
         is_transposed=not model.transposed.isdisjoint(weights),
         has_head=HEAD in weights.extras,
+        whole=whole_weights(weights.extras),
     )
     (folder / CONFIG_FILE).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
 
@@ -162,7 +164,13 @@ def _extra_name(peft_name: str) -> str:
 
 
 def _adapter_config(
-    config: JobConfig, base_model: str, targets: PeftTargets, *, is_transposed: bool, has_head: bool
+    config: JobConfig,
+    base_model: str,
+    targets: PeftTargets,
+    *,
+    is_transposed: bool,
+    has_head: bool,
+    whole: list[str],
 ) -> dict[str, Any]:
     described: dict[str, Any] = {
         "peft_type": "LORA",
@@ -182,8 +190,8 @@ def _adapter_config(
     for key in ("rank_pattern", "alpha_pattern"):
         if pattern := getattr(config, key):
             described[key] = dict(pattern)
-    if has_head:
-        described["modules_to_save"] = [HEAD.removesuffix(".weight")]
+    if has_head or whole:
+        described["modules_to_save"] = [*whole, *([HEAD.removesuffix(".weight")] if has_head else [])]
     if targets.parameters:
         # PEFT refuses dropout beside target_parameters; it affects only training.
         described |= {"target_parameters": targets.parameters, "lora_dropout": 0.0}

@@ -25,6 +25,7 @@ from alto.lora.peft_format import (
     read_adapter,
 )
 from alto.lora.weights import AdapterWeights
+from alto.lora.whole_modules import whole_name
 from alto.spec.module_names import of_module, per_module
 from alto.spec.outside import read_json
 
@@ -111,7 +112,7 @@ def read_saved_adapter(folder: Path) -> SavedAdapter:
             )
     config = _read_config(folder / CONFIG_FILE)
     _check_config(config, folder / CONFIG_FILE)
-    _check_tensors(folder / WEIGHTS_FILE)
+    _check_tensors(folder / WEIGHTS_FILE, config)
     read = read_adapter(folder)
     base_weights = {name: tensor for name, tensor in read.extras.items() if name.removesuffix(".weight") in read}
     weights = AdapterWeights(
@@ -171,7 +172,7 @@ def _check_config(config: Mapping[str, Any], path: Path) -> None:
             f"{path}: expected peft_type LORA, found {config.get('peft_type')!r}; evaluate it with PEFT itself"
         )
     for key, value in config.items():
-        if key == "modules_to_save" and config.get("task_type") == "SEQ_CLS" and set(value or ()) <= _HEAD_NAMES:
+        if key == "modules_to_save":  # compared with the tensors
             continue
         if key not in _HARMLESS_KEYS and value and value not in _HARMLESS_VALUES.get(key, ()):
             raise UnsupportedError(
@@ -224,9 +225,9 @@ def _check_parameters(config: Mapping[str, Any], weights: AdapterWeights, path: 
             )
 
 
-def _check_tensors(path: Path) -> None:
-    """Every tensor is one half of a module's pair, its magnitude, its frozen weight, a bias of the base, or a
-    classification head; read from the file's header."""
+def _check_tensors(path: Path, config: Mapping[str, Any]) -> None:
+    """Every tensor is one half of a module's pair, its magnitude, its frozen weight, a bias of the base, a weight of
+    ``modules_to_save``, or a classification head; read from the file's header."""
     try:
         with safe_open(path, framework="pt") as file:
             keys = set(file.keys())
@@ -234,7 +235,15 @@ def _check_tensors(path: Path) -> None:
         raise RunError(
             f"{path}: expected a safetensors file, found something else ({error}); fetch it again"
         ) from error
-    keys.discard(f"{PREFIX}{HEAD}")
+    saved = set(config.get("modules_to_save") or ()) - (_HEAD_NAMES if config.get("task_type") == "SEQ_CLS" else set())
+    whole = {key for key in keys if any(f".{key}".endswith(f".{whole_name(name)}") for name in saved)}
+    absent = sorted(name for name in saved if not any(f".{key}".endswith(f".{whole_name(name)}") for key in whole))
+    if absent:
+        raise UnsupportedError(
+            f"{path}: expected the weight of every module in modules_to_save, found none of {absent[0]}; evaluate it "
+            "with PEFT itself, or fetch it again"
+        )
+    keys -= {f"{PREFIX}{HEAD}", *whole}
     pairs = (ENDINGS, EMBEDDING_ENDINGS)
     halves = {one: other for pair in pairs for one, other in (pair, pair[::-1])}
     for key in sorted(keys):

@@ -14,6 +14,7 @@ from alto.lora.layout import AdapterShape, TargetModule
 from alto.lora.magnitudes import magnitudes
 from alto.lora.peft_format import adapter_scale, lora_scale
 from alto.lora.targets import adaptable, embedding_base, find_targets, head_base, linear_modules
+from alto.lora.whole_modules import whole_tensors
 from alto.records import LabelSet
 from alto.spec import JobConfig
 from alto.spec.job_config import SHAPE_FIELDS
@@ -23,8 +24,8 @@ __all__ = ["adapter_shape", "rank_notes", "tying_notes"]
 
 
 def adapter_shape(model: PreTrainedModel, config: JobConfig, labels: LabelSet | None = None) -> AdapterShape:
-    """The shape of the adapter that a job trains, with its magnitudes (``use_dora``), the biases that it trains, and
-    with ``labels`` a classification head for them.
+    """The shape of the adapter that a job trains, with its magnitudes (``use_dora``), the biases and
+    the whole weights (``modules_to_save``) that it trains, and with ``labels`` a classification head for them.
 
     A module's rank is that of the first key of ``rank_pattern`` that matches its name, else ``r``; its scale is
     ``lora_alpha / r`` of its own two numbers (with ``use_rslora`` ``lora_alpha / sqrt(r)``): ``alpha_pattern`` and
@@ -33,7 +34,8 @@ def adapter_shape(model: PreTrainedModel, config: JobConfig, labels: LabelSet | 
     Raises:
         TargetModuleError: See :func:`alto.lora.find_targets`; or a key of a pattern matches no linear module.
         UnsupportedError: The output head is targeted in a way that is not implemented; or see
-            :func:`alto.lora.biases.trained_biases` and :func:`alto.lora.magnitudes.magnitudes`.
+            :func:`alto.lora.biases.trained_biases`, :func:`alto.lora.magnitudes.magnitudes` and
+            :func:`alto.lora.whole_modules.whole_tensors`.
     """
     targets = _targets(model, config)
     for target in targets:
@@ -56,6 +58,7 @@ def adapter_shape(model: PreTrainedModel, config: JobConfig, labels: LabelSet | 
         extras=(
             *(magnitudes(model, targets) if config.use_dora else ()),
             *trained_biases(model, config, targets),
+            *whole_tensors(model, config, {target.name for target in targets}, has_labels=labels is not None),
             *(() if labels is None else (head_tensor(model, labels),)),
         ),
     )
@@ -94,18 +97,23 @@ def rank_notes(model: PreTrainedModel, configs: Iterable[JobConfig]) -> tuple[st
 
 
 def tying_notes(model: PreTrainedModel, configs: Iterable[JobConfig]) -> tuple[str, ...]:
-    """A notice where jobs adapt an output head or embeddings that are one weight.
+    """A notice where jobs train an output head or embeddings that are one weight.
 
     Arguments and errors as of :func:`rank_notes`.
     """
     if getattr(head_base(model), "weight", None) is not embedding_base(model).weight:
         return ()
     distinct = {tuple(getattr(config, key) for key in SHAPE_FIELDS): config for config in configs}
-    if not any(not target.is_in_body for config in distinct.values() for target in _targets(model, config)):
+    targets = [target for config in distinct.values() for target in _targets(model, config)]
+    if any(not target.is_in_body for target in targets):
+        merged = "Merging it with PEFT would change both: serve it unmerged."
+    elif any(config.modules_to_save for config in distinct.values()):
+        merged = "Merged with PEFT, they are two weights."
+    else:
         return ()
     return (
-        "The output head and the embeddings of the base model are one weight: an adapter on the head changes the "
-        "logits alone, as in PEFT. Merging it with PEFT would change the embeddings too: serve it unmerged.",
+        "The output head and the embeddings of the base model are one weight: what is trained of one leaves the other "
+        f"as it is, as in PEFT. {merged}",
     )
 
 
