@@ -75,7 +75,7 @@ TYPES: Mapping[Any, str] = {
 }
 """What the user writes for types that have no word in ``alto.spec.validation``."""
 
-ONE_OR_MORE = ("target_modules", "exclude_modules", "layers_pattern", "report_to")
+ONE_OR_MORE = ("target_modules", "exclude_modules", "modules_to_save", "layers_pattern", "report_to")
 """Fields that take one name or a list of them."""
 
 OTHER_KINDS = {
@@ -179,11 +179,17 @@ with AdamW.
 
 `lora_alpha` is a number, `r`, or a multiple such as `2*r`. `target_modules` is `all-linear` (every linear layer but the
 output head), a module's name, a list of names, or a regular expression over full names; `exclude_modules` is written
-in the same way. `max_grad_norm` 0 or null clips nothing. `warmup_steps` and `warmup_ratio` exclude each other and are
-about the learning rate; early exit has a `warmup_ratio` of its own. `optim` may also be spelt `adamw` or
-`adamw_torch_fused` (for `adamw_torch`) and `adamw_bnb_8bit` (for `adamw_8bit`). The 8-bit ones are bitsandbytes' and
-need `pip install "alto-lora[bnb]"`, the paged one also a GPU. They train as bitsandbytes does alone. The bank holds
-32-bit state for all slots or, where no job of the task is trained with `adamw_torch`, for none. `sgd`, `rmsprop` and
+in the same way. The output head and the token embeddings (`lm_head`, `embed_tokens`) are adapted where they are named,
+on one GPU and without `use_dora`; where they are one weight, an adapter on one leaves the other as it is.
+`modules_to_save` trains one of these two, or both, whole: each job has a copy with gradient and moments in the
+adapter's precision, so that a head of 150,000 tokens and 1,024 features is 2.5 GB of a slot in 32 bits. Other modules
+are refused there.
+
+`max_grad_norm` 0 or null clips nothing. `warmup_steps` and `warmup_ratio` exclude each other and are about the learning
+rate; early exit has a `warmup_ratio` of its own. `optim` may also be spelt `adamw` or `adamw_torch_fused` (for
+`adamw_torch`) and `adamw_bnb_8bit` (for `adamw_8bit`). The 8-bit ones are bitsandbytes' and need
+`pip install "alto-lora[bnb]"`, the paged one also a GPU. They train as bitsandbytes does alone. The bank holds 32-bit
+state for all slots or, where no job of the task is trained with `adamw_torch`, for none. `sgd`, `rmsprop` and
 `adagrad` are torch's, `adafactor` is transformers' (with `scale_parameter` and `relative_step` off), as transformers'
 Trainer makes them; each is made for the row of its job alone. `optim_args` are a mapping, or text as in
 `TrainingArguments`: of `sgd` `momentum`, `dampening`, `nesterov`; of `rmsprop` `alpha`, `eps`, `momentum`, `centered`;

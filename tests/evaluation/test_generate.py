@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import SIZES
 from peft import PeftModel
 from peft_adapters import save_with_peft
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, MambaConfig, MambaForCausalLM, PreTrainedModel
 
 from alto.backbone import Backbone
 from alto.errors import DataError, DeviceMemoryError
@@ -106,6 +107,32 @@ def test_every_adapter_writes_what_peft_writes_with_it_alone(
     backbone = Backbone(tiny_model(architecture), TOKENIZER, "tiny")
     for batch_size in (20, 7):
         assert completions(backbone, PROMPTS[:4], adapters, batch_size=batch_size) == expected
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`:UserWarning")
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_an_adapter_on_the_output_head_writes_what_peft_writes(
+    tiny_model: ModelFactory, tmp_path: Path, is_padded: bool
+) -> None:
+    def build() -> PreTrainedModel:
+        torch.manual_seed(0)
+        return MambaForCausalLM(MambaConfig(**SIZES, state_size=8)).eval() if is_padded else tiny_model("llama")
+
+    targets = [["lm_head"], ["lm_head", "in_proj" if is_padded else "q_proj"]]
+    folders = [
+        save_with_peft(build(), tmp_path / str(seed), seed=seed, r=8, lora_alpha=80, target_modules=names)
+        for seed, names in enumerate(targets)
+    ]
+    backbone = Backbone(build(), TOKENIZER, "tiny")
+    assert backbone.is_padded == is_padded
+    adapters: list[SavedAdapter | None] = [read_saved_adapter(folders[0]), None, read_saved_adapter(folders[1])]
+    found = completions(backbone, PROMPTS[:3], adapters, limit=6)
+    models = [PeftModel.from_pretrained(build(), folder).eval() for folder in folders]
+    models.insert(1, build())
+    expected = [[argmax_by_hand(model, prompt, 6) for prompt in PROMPTS[:3]] for model in models]
+    assert len({repr(of_adapter) for of_adapter in expected}) == 3
+    assert found == expected
 
 
 def test_a_broken_adapter_changes_no_word_of_the_others(tiny_model: ModelFactory, tmp_path: Path) -> None:

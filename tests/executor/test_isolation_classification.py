@@ -91,6 +91,22 @@ def test_heads_with_biases_and_magnitudes_equal_peft_alone(optim: str) -> None:
     ]
 
 
+def test_heads_with_trained_embeddings_equal_peft_alone() -> None:
+    configs = [
+        {**JOBS[0], "modules_to_save": ["embed_tokens"]},
+        {**JOBS[1], "target_modules": ["embed_tokens", "q_proj"]},
+        JOBS[3],
+    ]
+    base, bank = make_model("llama"), bank_of(ONE_LABEL, [2, 0, 1], configs=configs)
+    for _ in range(3):
+        states, found = [state_of(bank, job) for job in bank.jobs], bank.step()
+        for job, state in zip(bank.jobs, states, strict=True):
+            solo = SoloClassifier(base, data_of(ONE_LABEL).train, job.config)
+            solo.load(*state)
+            assert_same_step(found[job.id], solo.train_step())
+    assert set(bank.trainer.bank.read(bank.jobs[0].slot).extras) == {"score.weight", "model.embed_tokens.weight"}
+
+
 @pytest.mark.parametrize("labels", [ONE_LABEL, SEVERAL_LABELS, ONE_NUMBER, TWO_NUMBERS], ids=lambda of: of.problem_type)
 def test_an_evaluation_equals_that_of_transformers(labels: LabelSet) -> None:
     base, bank = make_model("llama"), bank_of(labels, SLOTS)

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from biased_models import gpt2, llama, starcoder2
-from isolation import assert_nan_stays_alone
+from isolation import assert_continues_to_the_last_bit, assert_nan_stays_alone
 from job_kinds import compare
 from optional import needs_bitsandbytes
 from oracle import SoloJob, relative_distance
 from resident_jobs import DATA, Bank, assert_same_step, make_task
-from transformers import PreTrainedModel
 
-from alto.executor.checkpoint import StateStore, read_state, write_state
 from alto.kernels import DropoutKey
 from alto.kernels.dropout import dropout_factor
-from alto.lora import ModuleNames, linear_modules, write_adapter
-from alto.runs import RunDir
+from alto.lora import linear_modules
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 
@@ -103,32 +99,6 @@ def test_a_job_that_goes_nan_changes_no_other_job_by_one_bit() -> None:
 
 def test_a_job_that_was_parked_on_disk_continues_to_the_last_bit(tmp_path: Path) -> None:
     assert_continues_to_the_last_bit(starcoder2, BIASES, tmp_path)
-
-
-def assert_continues_to_the_last_bit(
-    model: Callable[[], PreTrainedModel], configs: list[dict[str, Any]], folder: Path
-) -> None:
-    stays, leaves, back = (Bank(model(), make_task(configs)) for _ in range(3))
-    names = ModuleNames.of(model())
-    for bank in (stays, leaves):
-        bank.step()
-        bank.step()
-    store = StateStore(RunDir(folder))
-    for before, after in zip(leaves.jobs, back.jobs, strict=True):
-
-        def fill(folder: Path, job: Any = before) -> None:
-            write_adapter(folder, leaves.trainer.bank.read(job.slot), job.config, "unused", names)
-            write_state(folder, leaves.trainer.optimizer.read(job.slot))
-
-        store.save(before.id, "last", before.step, fill)
-        after.step = before.step
-        back.trainer.readmit(after, after.slot, *read_state(store.folder(after.id, "last")))
-    for _ in range(2):
-        expected, found = stays.step(), back.step()
-        for job in stays.jobs:
-            assert found[job.id].loss == expected[job.id].loss
-            for name, update in expected[job.id].updates.items():
-                assert torch.equal(found[job.id].updates[name], update)
 
 
 class TestTheOracleBites:

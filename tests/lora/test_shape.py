@@ -94,7 +94,7 @@ def test_layers_of_all_linear_are_all_modules_in_them(tiny_model: ModelFactory) 
         ({"layers_to_transform": [0, 2]}, r"layers_to_transform: .*\(0 to 1\), found 2"),
         ({"layers_to_transform": 0, "layers_pattern": "blocks"}, "under blocks .none., found 0"),
         ({"rank_pattern": {"query": 4}}, "rank_pattern: .*none under 'query'"),
-        ({"alpha_pattern": {"lm_head": 4.0}}, "alpha_pattern: .*none under 'lm_head'"),
+        ({"alpha_pattern": {"norm": 4.0}}, "alpha_pattern: .*none under 'norm'"),
     ],
 )
 def test_what_means_no_module_is_refused(tiny_model: ModelFactory, settings: dict[str, Any], message: str) -> None:

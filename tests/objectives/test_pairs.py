@@ -65,7 +65,7 @@ class GivenLosses:
     def hidden_states(self, input_ids_T: Tensor, *_: object) -> Tensor:
         return input_ids_T[:, None]
 
-    def token_losses(self, hidden_SH: Tensor, targets_S: Tensor) -> Tensor:
+    def token_losses(self, hidden_SH: Tensor, targets_S: Tensor, *_: object) -> Tensor:
         return self.losses_S
 
 

@@ -91,7 +91,7 @@ class GivenLosses:
     def hidden_states(self, input_ids_T: torch.Tensor, *_: object) -> torch.Tensor:
         return input_ids_T[:, None]
 
-    def token_losses(self, hidden_SH: torch.Tensor, targets_S: torch.Tensor) -> torch.Tensor:
+    def token_losses(self, hidden_SH: torch.Tensor, targets_S: torch.Tensor, *_: object) -> torch.Tensor:
         return self.losses_S
 
 

@@ -35,6 +35,7 @@ def test_defaults():
         "target_modules": "all-linear",
         "target_parameters": None,
         "exclude_modules": None,
+        "modules_to_save": None,
         "layers_to_transform": None,
         "layers_pattern": None,
         "rank_pattern": {},
@@ -154,6 +155,7 @@ def test_every_field_is_covered_by_a_table():
     rest |= {"target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern"}
     rest |= {"rank_pattern", "alpha_pattern"}
     rest |= {"bias", "use_dora"}  # tests/lora/test_extras.py
+    rest |= {"modules_to_save"}  # tests/lora/test_whole_modules.py
     assert set(OUTSIDE) | rest == set(JOB_FIELDS)
 
 
@@ -299,8 +301,10 @@ def test_a_pasted_peft_configuration_is_understood():
     expected = JobConfig(r=8, lora_alpha=8, target_modules=["q_proj", "v_proj"], use_rslora=True)
     assert JobConfig(**pasted) == expected
     assert JobConfig(**(pasted | {"bias": "all", "use_dora": True})) == expected.replace(bias="all", use_dora=True)
+    saved = JobConfig(**(pasted | {"modules_to_save": ["lm_head"]}))
+    assert saved == expected.replace(modules_to_save=("lm_head",))
     for key, value in {
-        "modules_to_save": ["lm_head"],
+        "trainable_token_indices": [3],
     }.items():
         with pytest.raises(UnsupportedError, match=repr(key)):
             JobConfig(**(pasted | {key: value}))

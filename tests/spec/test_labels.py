@@ -30,12 +30,16 @@ def test_the_task_type_of_peft_names_the_method(given: dict[str, Any], method: s
     assert Task(**task.to_dict()) == task
 
 
+def test_what_peft_saves_beside_the_head_is_kept() -> None:
+    task = make(task_type="SEQ_CLS", modules_to_save=["score", "embed_tokens"])
+    assert [job.config.modules_to_save for job in task.jobs] == [("embed_tokens",)]
+
+
 @pytest.mark.parametrize(
     ("given", "error", "words"),
     [
         ({"task_type": "SEQ_CLS", "method": "dpo"}, ConflictingKeysError, "Remove task_type"),
         ({"task_type": "TOKEN_CLS"}, UnsupportedError, "SEQ_CLS"),
-        ({"task_type": "SEQ_CLS", "modules_to_save": ["embed_tokens"]}, UnsupportedError, "score"),
         ({"num_labels": 3}, SpecError, "method classification or regression"),
         ({"method": "classification", "problem_type": "regression"}, SpecError, "method: regression"),
         ({"method": "regression", "problem_type": "single_label_classification"}, SpecError, "method: classification"),

@@ -1,15 +1,22 @@
-"""What isolation of jobs means, of any method: a job that goes NaN changes no other, and it does not matter how the
-rows of a step are divided into micro-batches."""
+"""What isolation of jobs means, of any method: a job that goes NaN changes no other, it does not matter how the rows
+of a step are divided into micro-batches, and parking loses no bit."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from resident_jobs import LOSS_TOLERANCE, Bank, assert_same_step, state_of
+from resident_jobs import LOSS_TOLERANCE, Bank, assert_same_step, make_task, state_of
+from transformers import PreTrainedModel
 
-__all__ = ["assert_micro_batches_change_nothing", "assert_nan_stays_alone"]
+from alto.executor.checkpoint import StateStore, read_state, write_state
+from alto.lora import ModuleNames, write_adapter
+from alto.runs import RunDir
+
+__all__ = ["assert_continues_to_the_last_bit", "assert_micro_batches_change_nothing", "assert_nan_stays_alone"]
 
 
 def assert_nan_stays_alone(make: Callable[[], Bank], victim: int = 1) -> None:
@@ -53,3 +60,30 @@ def assert_micro_batches_change_nothing(whole: Bank, split: Bank) -> None:
     for found, expected in zip(split.trainer.evaluate(split.jobs), whole.trainer.evaluate(whole.jobs), strict=True):
         assert found.loss == pytest.approx(expected.loss, rel=LOSS_TOLERANCE)
         assert found.metrics == pytest.approx(expected.metrics, rel=1e-4, abs=1e-5)
+
+
+def assert_continues_to_the_last_bit(
+    model: Callable[[], PreTrainedModel], configs: list[dict[str, Any]], folder: Path
+) -> None:
+    """Jobs that were parked on disk continue as if they had stayed."""
+    stays, leaves, back = (Bank(model(), make_task(configs)) for _ in range(3))
+    names = ModuleNames.of(model())
+    for bank in (stays, leaves):
+        bank.step()
+        bank.step()
+    store = StateStore(RunDir(folder))
+    for before, after in zip(leaves.jobs, back.jobs, strict=True):
+
+        def fill(folder: Path, job: Any = before) -> None:
+            write_adapter(folder, leaves.trainer.bank.read(job.slot), job.config, "unused", names)
+            write_state(folder, leaves.trainer.optimizer.read(job.slot))
+
+        store.save(before.id, "last", before.step, fill)
+        after.step = before.step
+        back.trainer.readmit(after, after.slot, *read_state(store.folder(after.id, "last")))
+    for _ in range(2):
+        expected, found = stays.step(), back.step()
+        for job in stays.jobs:
+            assert found[job.id].loss == expected[job.id].loss
+            for name, update in expected[job.id].updates.items():
+                assert torch.equal(found[job.id].updates[name], update)

@@ -96,6 +96,7 @@ class SoloJob:
             optimizer,
             lr=config.learning_rate,
             loraplus_lr_ratio=config.loraplus_lr_ratio,
+            loraplus_lr_embedding=config.learning_rate,  # only with a ratio of 1, which is that optimizer
             loraplus_weight_decay=config.weight_decay,
             **settings,
         )
@@ -287,6 +288,7 @@ def peft_settings(config: JobConfig) -> dict[str, Any]:
         "use_rslora": config.use_rslora,
         "bias": config.bias,
         "use_dora": config.use_dora,
+        "modules_to_save": None if config.modules_to_save is None else list(config.modules_to_save),
         "task_type": "CAUSAL_LM",
     }
 
@@ -390,6 +392,8 @@ def _plain_name(name: str) -> str:
     for theirs, ours in (
         (".lora_A.default.weight", ".A"),
         (".lora_B.default.weight", ".B"),
+        (".lora_embedding_A.default", ".A"),
+        (".lora_embedding_B.default", ".B"),
         (".lora_magnitude_vector.default.weight", ".lora_magnitude_vector"),
         (".base_layer.", "."),
         (".modules_to_save.default.", "."),

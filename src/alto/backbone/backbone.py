@@ -17,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from alto.backbone import attention
 from alto.backbone.limits import length_limit
-from alto.backbone.output_head import OutputHead
+from alto.backbone.output_head import HeadTokens, OutputHead
 from alto.backbone.padded_rows import PaddedRows
 from alto.backbone.probe import probe, refusing
 from alto.backbone.sequences import Sequences
@@ -220,12 +220,19 @@ class Backbone:
         return getattr(output, "aux_loss", None)
 
     def logits(self, hidden_SH: Tensor) -> Tensor:
-        """Logits ``[S, V]`` of hidden states that enter the output head."""
+        """Logits ``[S, V]`` of hidden states that enter the output head; in a forward pass with adapters, of all its
+        tokens."""
         return self._head.logits(hidden_SH)
 
-    def token_losses(self, hidden_SH: Tensor, targets_S: Tensor) -> Tensor:
-        """Cross-entropy ``[S]`` of predicting ``targets_S`` from ``hidden_SH``, nats."""
-        return self._head.token_losses(hidden_SH, targets_S)
+    def token_losses(self, hidden_SH: Tensor, targets_S: Tensor, tokens: HeadTokens | None = None) -> Tensor:
+        """Cross-entropy ``[S]`` of predicting ``targets_S`` from ``hidden_SH``, nats.
+
+        Args:
+            hidden_SH: Hidden states that enter the output head.
+            targets_S: Target token ids.
+            tokens: Whose they are, which decides the adapters on the head; None only where no adapter is on it.
+        """
+        return self._head.token_losses(hidden_SH, targets_S, tokens)
 
 
 def _rows_in_pass(device: torch.device | None) -> PaddedRows | None:

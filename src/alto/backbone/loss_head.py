@@ -1,18 +1,19 @@
 """Next-token loss, chunk by chunk: the logits of all tokens are never in memory together, and the frozen head gets no
 gradient.
 
-Shapes: ``S`` trained tokens, ``H`` hidden size, ``V`` vocabulary.
+Shapes: ``S`` trained tokens, ``C`` tokens of a chunk, ``H`` hidden size, ``V`` vocabulary, ``Q`` ranks of adapters.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["token_losses"]
+__all__ = ["LogitAdapters", "token_losses"]
 
 _CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 26}
 """Logits of a chunk: 8 MiB of float32, which stay in a CPU's cache; 256 MiB on a GPU, enough to fill it."""
@@ -20,6 +21,49 @@ _CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 26}
 _MIN_CHUNK_TOKENS = {"cpu": 128, "cuda": 256}
 """Smallest number of tokens of a chunk: with fewer, as for a large vocabulary, reading the head's weight twice
 dominates its time."""
+
+
+class LogitAdapters(Protocol):
+    """The adapters on the output head of ``S`` tokens, which are added to its output before scale and cap.
+
+    Attributes:
+        anchor: A tensor that requires grad, so that autograd reaches the adapters where the hidden states do not need a
+            gradient.
+        weight: A head of their own ``[V, H]``, which is in the place of the frozen one; None where they have none.
+    """
+
+    @property
+    def anchor(self) -> Tensor: ...
+
+    @property
+    def weight(self) -> Tensor | None: ...
+
+    def inputs(self, hidden_SH: Tensor) -> Tensor:
+        """What the adapters read, ``[S, H]``: the hidden states, with dropout where a job has it."""
+        ...
+
+    def shrink(self, x_SH: Tensor) -> Tensor:
+        """Its products with every job's own ``A``, ``[S, Q]``."""
+        ...
+
+    def add(self, s_CQ: Tensor, logits_CV: Tensor, part: slice) -> None:
+        """Add the output of the adapters for the tokens ``part`` to the output of the frozen head, in place."""
+        ...
+
+    def backward(
+        self, x_CH: Tensor, s_CQ: Tensor, dlogits_CV: Tensor, dloss_C: Tensor, part: slice, *, needs_input: bool
+    ) -> Tensor | None:
+        """The gradient towards ``x_CH``, or None where it is not needed; those of the adapters are added in the bank.
+
+        Args:
+            x_CH: Of the tokens ``part``.
+            s_CQ: Of the tokens ``part``.
+            dlogits_CV: Gradient of every token's loss towards its logits before scale and cap.
+            dloss_C: Gradient towards every token's loss.
+            part: The tokens.
+            needs_input: Whether the gradient towards ``x_CH`` is needed.
+        """
+        ...
 
 
 class _ChunkedTokenLoss(torch.autograd.Function):
@@ -33,26 +77,15 @@ class _ChunkedTokenLoss(torch.autograd.Function):
         scale: float | None,
         softcap: float | None,
     ) -> Tensor:
-        chunk = _chunk_tokens("cuda" if hidden_SH.is_cuda else "cpu", weight_VH.shape[0])
         losses_S = hidden_SH.new_empty(hidden_SH.shape[0], dtype=torch.float32)
         gradient_SH = torch.empty_like(hidden_SH) if ctx.needs_input_grad[0] else None
-        for start in range(0, hidden_SH.shape[0], chunk):
-            part = slice(start, start + chunk)
-            logits = F.linear(hidden_SH[part], weight_VH, bias_V)
-            if scale is not None:
-                logits = logits.mul_(scale)
-            if softcap is not None:
-                logits = logits.float().div_(softcap).tanh_().mul_(softcap)
+        for part in _chunks(hidden_SH, weight_VH):
+            logits = _capped(F.linear(hidden_SH[part], weight_VH, bias_V), scale, softcap)
             log_probabilities = F.log_softmax(logits, dim=1, dtype=torch.float32)
             index = targets_S[part, None]
             losses_S[part] = log_probabilities.gather(1, index).squeeze(1).neg_()
             if gradient_SH is not None:
-                error = log_probabilities.exp_()
-                error.scatter_add_(1, index, error.new_full((1, 1), -1.0).expand_as(index))
-                if softcap is not None:
-                    error.mul_(logits.div_(softcap).square_().neg_().add_(1.0))  # the slope of the cap
-                if scale is not None:
-                    error.mul_(scale)
+                error = _error(log_probabilities, logits, index, scale, softcap)
                 torch.mm(error.to(weight_VH.dtype), weight_VH, out=gradient_SH[part])
         if gradient_SH is not None:
             ctx.save_for_backward(gradient_SH)
@@ -64,8 +97,92 @@ class _ChunkedTokenLoss(torch.autograd.Function):
         return gradient_SH * dloss_S[:, None].to(gradient_SH.dtype), None, None, None, None, None
 
 
+class _AdaptedTokenLoss(torch.autograd.Function):
+    """The loss of a head with adapters. The gradient of an adapter is a sum over tokens, each times the gradient to its
+    loss, which is known in the backward pass alone: there the logits are computed again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_SH: Tensor,
+        x_SH: Tensor,
+        anchor: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        targets_S: Tensor,
+        scale: float | None,
+        softcap: float | None,
+        adapters: LogitAdapters,
+    ) -> Tensor:
+        s_SQ = adapters.shrink(x_SH)
+        losses_S = hidden_SH.new_empty(hidden_SH.shape[0], dtype=torch.float32)
+        for part in _chunks(hidden_SH, weight_VH):
+            logits = F.linear(hidden_SH[part], weight_VH, bias_V)
+            adapters.add(s_SQ[part], logits, part)
+            log_probabilities = F.log_softmax(_capped(logits, scale, softcap), dim=1, dtype=torch.float32)
+            losses_S[part] = log_probabilities.gather(1, targets_S[part, None]).squeeze(1).neg_()
+        ctx.save_for_backward(hidden_SH, x_SH, s_SQ, targets_S, weight_VH, bias_V)
+        ctx.scale, ctx.softcap, ctx.adapters = scale, softcap, adapters
+        return losses_S
+
+    @staticmethod
+    def backward(ctx: Any, dloss_S: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_SH, x_SH, s_SQ, targets_S, weight_VH, bias_V = ctx.saved_tensors
+        dhidden_SH = torch.empty_like(hidden_SH) if ctx.needs_input_grad[0] else None
+        dx_SH = torch.empty_like(x_SH) if ctx.needs_input_grad[1] else None
+        for part in _chunks(hidden_SH, weight_VH):
+            logits = F.linear(hidden_SH[part], weight_VH, bias_V)
+            ctx.adapters.add(s_SQ[part], logits, part)
+            logits = _capped(logits, ctx.scale, ctx.softcap)
+            log_probabilities = F.log_softmax(logits, dim=1, dtype=torch.float32)
+            error = _error(log_probabilities, logits, targets_S[part, None], ctx.scale, ctx.softcap)
+            dloss_C = dloss_S[part]
+            if dhidden_SH is not None:
+                torch.mm(error.to(weight_VH.dtype), weight_VH, out=dhidden_SH[part])
+                dhidden_SH[part] *= dloss_C[:, None].to(dhidden_SH.dtype)
+            dx_CH = ctx.adapters.backward(x_SH[part], s_SQ[part], error, dloss_C, part, needs_input=dx_SH is not None)
+            if dx_SH is not None:
+                dx_SH[part] = dx_CH
+        return dhidden_SH, dx_SH, None, None, None, None, None, None, None
+
+
+def _chunks(hidden_SH: Tensor, weight_VH: Tensor) -> Iterator[slice]:
+    size = _chunk_tokens("cuda" if hidden_SH.is_cuda else "cpu", weight_VH.shape[0])
+    for start in range(0, hidden_SH.shape[0], size):
+        yield slice(start, min(start + size, hidden_SH.shape[0]))
+
+
 def _chunk_tokens(device: str, vocabulary: int) -> int:
     return max(_MIN_CHUNK_TOKENS[device], _CHUNK_ELEMENTS[device] // vocabulary)
+
+
+def _capped(logits: Tensor, scale: float | None, softcap: float | None) -> Tensor:
+    """The output of the head, ``[C, V]``, scaled and capped, in place where its dtype allows it."""
+    if scale is not None:
+        logits = logits.mul_(scale)
+    if softcap is not None:
+        logits = logits.float().div_(softcap).tanh_().mul_(softcap)
+    return logits
+
+
+def _error(
+    log_probabilities: Tensor, logits: Tensor, index: Tensor, scale: float | None, softcap: float | None
+) -> Tensor:
+    """The gradient of every token's loss towards the output of the head, ``[C, V]`` float32; overwrites the first two.
+
+    Args:
+        log_probabilities: Of the scaled and capped logits.
+        logits: Scaled and capped.
+        index: Target of every token, ``[C, 1]``.
+        scale, softcap: As for :func:`token_losses`.
+    """
+    error = log_probabilities.exp_()
+    error.scatter_add_(1, index, error.new_full((1, 1), -1.0).expand_as(index))
+    if softcap is not None:
+        error.mul_(logits.div_(softcap).square_().neg_().add_(1.0))  # the slope of the cap
+    if scale is not None:
+        error.mul_(scale)
+    return error
 
 
 def token_losses(
@@ -76,11 +193,12 @@ def token_losses(
     bias_V: Tensor | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    adapters: LogitAdapters | None = None,
 ) -> Tensor:
     """Cross-entropy of every token: ``logsumexp(z) - z[target]``, ``z = softcap(scale · (hidden @ weightᵀ + bias))``.
 
-    The gradient towards ``hidden_SH`` is formed chunk by chunk in the forward pass, while the logits are there;
-    the backward pass only scales it.
+    The gradient towards ``hidden_SH`` is formed chunk by chunk in the forward pass, while the logits are there; the
+    backward pass only scales it. With adapters on the head, it is formed in the backward pass.
 
     Args:
         hidden_SH: Hidden states.
@@ -89,11 +207,26 @@ def token_losses(
         bias_V: Bias of the output head; None without one.
         scale: Factor of the logits; None without one.
         softcap: Cap of the logits; None without one.
+        adapters: The adapters of these tokens on the head, whose output is added to ``hidden @ weightᵀ + bias``; None
+            without any.
 
     Returns:
         ``[S]`` float32, nats.
     """
     if hidden_SH.shape[0] == 0:
         return hidden_SH.new_zeros(0, dtype=torch.float32)
-    result: Tensor = _ChunkedTokenLoss.apply(hidden_SH, weight_VH, bias_V, targets_S, scale, softcap)
-    return result
+    if adapters is None:
+        plain: Tensor = _ChunkedTokenLoss.apply(hidden_SH, weight_VH, bias_V, targets_S, scale, softcap)
+        return plain
+    adapted: Tensor = _AdaptedTokenLoss.apply(
+        hidden_SH,
+        adapters.inputs(hidden_SH),
+        adapters.anchor,
+        weight_VH if adapters.weight is None else adapters.weight,
+        bias_V,
+        targets_S,
+        scale,
+        softcap,
+        adapters,
+    )
+    return adapted

@@ -1,7 +1,8 @@
 """The output head of a causal LM: from the hidden states that enter it to logits and token losses.
 
-Logits are ``softcap(scale · (hidden @ weightᵀ + bias))``. Where a model has layers of its own between its body and its
-head (the transform of BERT's family, the width scaling of MiniCPM3), they belong to the hidden states.
+Logits are ``softcap(scale · (hidden @ weightᵀ + bias))``; what adapters on the head give is added to ``bias``. Where a
+model has layers of its own between its body and its head (the transform of BERT's family, the width scaling of
+MiniCPM3), they belong to the hidden states.
 
 Shapes: ``S`` trained tokens, ``H`` hidden size, ``V`` vocabulary.
 """
@@ -9,20 +10,20 @@ Shapes: ``S`` trained tokens, ``H`` hidden size, ``V`` vocabulary.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from alto.backbone.loss_head import token_losses
+from alto.backbone.loss_head import LogitAdapters, token_losses
 from alto.backbone.sharding import find_body, is_sharded
 from alto.errors import UnsupportedModelError
 
-__all__ = ["OutputHead"]
+__all__ = ["HeadTokens", "OutputHead"]
 
 _SCALE = re.compile(r"logits?_(scale|scaling|multiplier)|lm_head_multiplier|output_logits_scale")
 """Names under which configurations of transformers keep a factor, or a divisor, of the logits."""
@@ -32,6 +33,39 @@ _NUM_TOKENS = 7
 
 _SAME = 1e-2
 """Relative difference of a measured factor that the rounding of any precision explains."""
+
+
+class HeadTokens(Protocol):
+    """The trained tokens of a forward pass, job after job; see :class:`alto.data.TokenBatch`."""
+
+    @property
+    def slots(self) -> Sequence[int]: ...
+
+    @property
+    def job_tokens(self) -> Sequence[int]: ...
+
+    @property
+    def job_targets(self) -> Sequence[int]: ...
+
+    @property
+    def loss_positions_S(self) -> Tensor: ...  # noqa: N802  # a shape
+
+
+@runtime_checkable
+class _AdaptedHead(Protocol):
+    """An output head with adapters, which has taken the place of the model's own."""
+
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether a forward pass with adapters is in progress."""
+        ...
+
+    def runs(self, tokens: HeadTokens) -> Sequence[tuple[int, LogitAdapters | None]]:
+        """All trained tokens in order, in runs of consecutive ones: how many, and their adapters, None where their jobs
+        have none on the head."""
+        ...
+
+    def __call__(self, hidden_SH: Tensor) -> Tensor: ...
 
 
 class OutputHead:
@@ -97,16 +131,48 @@ class OutputHead:
 
     def logits(self, hidden_SH: Tensor) -> Tensor:
         """Logits ``[S, V]``, float32."""
+        adapted = self._adapted()
         with self.gathered() as weight_VH:
-            logits_SV = F.linear(hidden_SH, weight_VH, self.linear.bias).float() * (self.scale or 1.0)
+            linear_SV = F.linear(hidden_SH, weight_VH, self.linear.bias) if adapted is None else adapted(hidden_SH)
+        logits_SV = linear_SV.float() * (self.scale or 1.0)
         return logits_SV if self.softcap is None else torch.tanh(logits_SV / self.softcap) * self.softcap
 
-    def token_losses(self, hidden_SH: Tensor, targets_S: Tensor) -> Tensor:
-        """Cross-entropy ``[S]`` of predicting ``targets_S`` from ``hidden_SH``, nats."""
+    def token_losses(self, hidden_SH: Tensor, targets_S: Tensor, tokens: HeadTokens | None = None) -> Tensor:
+        """Cross-entropy ``[S]`` of predicting ``targets_S`` from ``hidden_SH``, nats.
+
+        Args:
+            hidden_SH: Hidden states.
+            targets_S: Target token ids.
+            tokens: Whose they are; None only where no adapter is on the head.
+        """
+        adapted = self._adapted()
+        runs: Sequence[tuple[int, LogitAdapters | None]] = ()
+        if adapted is not None:
+            assert tokens is not None, "the head has adapters"
+            runs = adapted.runs(tokens)
+        if all(adapters is None for _, adapters in runs):
+            runs = ((len(hidden_SH), None),)
+        lengths = [num_tokens for num_tokens, _ in runs]
+        parts = zip(hidden_SH.split(lengths), targets_S.split(lengths), runs, strict=True)
         with self.gathered() as weight_VH:
-            return token_losses(
-                hidden_SH, weight_VH, targets_S, bias_V=self.linear.bias, scale=self.scale, softcap=self.softcap
-            )
+            losses = [
+                token_losses(
+                    hidden,
+                    weight_VH,
+                    targets,
+                    bias_V=self.linear.bias,
+                    scale=self.scale,
+                    softcap=self.softcap,
+                    adapters=adapters,
+                )
+                for hidden, targets, (_, adapters) in parts
+            ]
+        return losses[0] if len(losses) == 1 else torch.cat(losses)
+
+    def _adapted(self) -> _AdaptedHead | None:
+        """The output head with adapters in a forward pass that has some; else None."""
+        head = self._model.get_output_embeddings()
+        return head if isinstance(head, _AdaptedHead) and head.is_in_forward else None
 
     @contextmanager
     def gathered(self) -> Iterator[Tensor]:
@@ -132,16 +198,17 @@ class OutputHead:
             runs: Whether the head computes; otherwise it returns one number per token, which nobody reads.
         """
         inputs: list[Tensor] = []
+        head: Any = self._model.get_output_embeddings()  # with adapters another module than the constructor's
 
         def catch(hidden: Tensor) -> Tensor:
             inputs.append(hidden)
-            return type(self.linear).forward(self.linear, hidden) if runs else hidden[..., :1]
+            return type(head).forward(head, hidden) if runs else hidden[..., :1]
 
-        self.linear.forward = catch  # type: ignore[assignment, method-assign]
+        head.forward = catch
         try:
             yield inputs
         finally:
-            del self.linear.forward
+            del head.forward
 
 
 def _of_config(model: PreTrainedModel, name: str) -> Any:

@@ -207,7 +207,8 @@ def _write_uncached(
         with served.use(served.schedule(counts)):
             hidden_TH = backbone.hidden_states(ids_T, positions_T, lengths)
         lasts = [end - 1 for end in itertools.accumulate(lengths)]
-        next_B = backbone.logits(hidden_TH[lasts]).argmax(-1)
+        with served.use(served.schedule(_tokens_of_slots(texts, 1, len(served)))):
+            next_B = backbone.logits(hidden_TH[lasts]).argmax(-1)
         going = [text for text, token in zip(texts, next_B.tolist(), strict=True) if text.take(token, ends)]
         on_done(len(texts) - len(going))
         texts = going

@@ -26,7 +26,9 @@ from alto.lora import (
     extra_in_peft,
     is_bias,
     is_magnitude,
+    is_whole,
     module_of,
+    module_of_whole,
     read_saved_adapter,
 )
 from alto.records import AdapterCheck, LabelSet
@@ -157,14 +159,17 @@ def _faults_of_extras(adapter: SavedAdapter, model: Any) -> list[str]:
 
 def _parameter_of(extra: str, adapter: SavedAdapter) -> str:
     """Full name of the parameter in which PEFT holds a further tensor of ``adapter``."""
-    if extra == HEAD:
-        return f"{PREFIX}{HEAD.removesuffix('.weight')}.modules_to_save.default.weight"
+    if extra == HEAD or is_whole(extra):
+        return f"{PREFIX}{module_of_whole(extra)}.modules_to_save.default.weight"
     return extra_in_peft(extra, adapter.weights) + (".default.weight" if is_magnitude(extra) else "")
 
 
 def _is_same(matrices: tuple[Tensor, Tensor], scale: float, layer: Any) -> bool:
     (active,) = layer.active_adapters
-    held = (part[active].weight.float().cpu() for part in (layer.lora_A, layer.lora_B))
+    pair = (layer.lora_A, layer.lora_B)
+    if active not in layer.lora_A:
+        pair = (layer.lora_embedding_A, layer.lora_embedding_B)  # parameters, no modules
+    held = (getattr(part[active], "weight", part[active]).float().cpu() for part in pair)
     are_equal = all(torch.equal(ours.cpu(), theirs) for ours, theirs in zip(matrices, held, strict=True))
     return are_equal and math.isclose(layer.scaling[active], scale)
 

@@ -16,6 +16,7 @@ from alto.kernels.operands import VECTOR_SIZE, LoraOperands
 from alto.kernels.row_parts import RowParts
 from alto.kernels.schedule import Segment, TokenSchedule
 from alto.kernels.slot_bias import slot_bias_change
+from alto.kernels.slot_embedding import slot_embedding_change, slot_embeddings
 from alto.kernels.slot_tensors import SlotTensors
 
 __all__ = [
@@ -37,5 +38,7 @@ __all__ = [
     "grouped_lora_linear",
     "scaled_by_magnitude",
     "slot_bias_change",
+    "slot_embedding_change",
+    "slot_embeddings",
     "upload",
 ]

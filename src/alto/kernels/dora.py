@@ -151,7 +151,13 @@ def frozen_product(x_TK: Tensor, base: FrozenMatrix) -> Tensor:
     return product_TN
 
 
-def dropped_inputs(x_TK: Tensor, schedule: TokenSchedule, slots: Collection[int], number: int) -> Tensor:
+def dropped_inputs(
+    x_TK: Tensor,
+    schedule: TokenSchedule,
+    slots: Collection[int],
+    number: int,
+    places_T: Tensor | None = None,
+) -> Tensor:
     """The inputs with dropout applied to the tokens of ``slots``; the others are not changed by one bit.
 
     The masks are those of :func:`alto.kernels.dropout.dropped`, of all slots in a fixed number of launches.
@@ -161,6 +167,8 @@ def dropped_inputs(x_TK: Tensor, schedule: TokenSchedule, slots: Collection[int]
         schedule: Tokens of every slot, and the keys of their masks.
         slots: Slots whose keys are applied.
         number: Number of the group of modules.
+        places_T: Place of every token among those of its slot in the forward pass, int64, where ``x_TK`` has only some
+            of them; None where it has all.
     """
     device, rows, factors = x_TK.device, [], []
     for segment, key in zip(schedule.segments, schedule.dropout, strict=True):
@@ -168,12 +176,13 @@ def dropped_inputs(x_TK: Tensor, schedule: TokenSchedule, slots: Collection[int]
             rows.append((0, 0, 0))  # every number is at least a threshold of 0
             factors.append(1.0)
         else:
-            rows.append((group_key(key, number), key.first_token - segment.start, threshold(key)))
+            first = segment.start if places_T is None else 0
+            rows.append((group_key(key, number), key.first_token - first, threshold(key)))
             factors.append(kept_factor(key))
     segment_T = torch.repeat_interleave(schedule.lengths_of_segments(device), output_size=schedule.num_tokens)
     keys_T1, shifts_T1, thresholds_T1 = upload(rows, torch.int64, device)[segment_T].split(1, dim=1)
     factors_T1 = upload(factors, torch.float32, device)[segment_T, None]
-    tokens_T1 = torch.arange(schedule.num_tokens, device=device)[:, None]
-    bits_TK = hashed(hashed(tokens_T1 + shifts_T1 + keys_T1) + torch.arange(x_TK.shape[1], device=device))
+    tokens_T = torch.arange(schedule.num_tokens, device=device) if places_T is None else places_T
+    bits_TK = hashed(hashed(tokens_T[:, None] + shifts_T1 + keys_T1) + torch.arange(x_TK.shape[1], device=device))
     factor_TK = torch.where(bits_TK >= thresholds_T1, factors_T1, 0.0)
     return x_TK * factor_TK.to(x_TK.dtype)

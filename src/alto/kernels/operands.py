@@ -180,6 +180,16 @@ class LoraOperands:
         places_DRN = starts_D[:, None, None] + r_R[:, None] * num_out + n_N
         return self._gathered(places_DRN, (r_R < rank_D[:, None])[:, :, None])
 
+    def places_of_a(self, slots_T: Tensor, features_T: Tensor) -> tuple[Tensor, Tensor]:
+        """Where row ``features_T[t]`` of the first member's ``A`` of slot ``slots_T[t]`` is in the whole bank,
+        ``[T, max_rank]`` int64, and which of its columns are the slot's own; the others have place 0."""
+        places_T = self.table()[slots_T]
+        width_T, a_start_T, first_T, rank_T = (places_T[:, index] for index in range(4))
+        r_R = torch.arange(self.max_rank, device=slots_T.device)
+        starts_T = slots_T * self.params_ZP.shape[1] + a_start_T + features_T * width_T + first_T
+        is_own_TR = r_R < rank_T[:, None]
+        return torch.where(is_own_TR, starts_T[:, None] + r_R, 0), is_own_TR
+
     def scale_ratio(self, slot: int, member: int) -> float:
         """Scale of a member's output over the segment's scale."""
         ratios = self.slots[slot].ratios

@@ -95,7 +95,7 @@ def grouped_backward_input(
 
 
 def grouped_backward_weight(
-    x_TK: Tensor,
+    x_TK: Tensor | None,
     s_TQ: Tensor,
     dys: Sequence[Tensor],
     ds_TQ: Tensor,
@@ -105,7 +105,7 @@ def grouped_backward_weight(
     """Accumulate in place ``da_i += scale_i * dropout_i(x[i])ᵀ @ ds[i]`` and ``db_i += scale_i * s[i]ᵀ @ dy[i]``.
 
     Args:
-        x_TK: Input of the group, ``[T, K]``.
+        x_TK: Input of the group, ``[T, K]``; None leaves ``da_i`` to the caller.
         s_TQ: Result of :func:`grouped_shrink`.
         dys: Upstream gradient ``[T, N]`` of every member.
         ds_TQ: Result of :func:`grouped_backward_input`.
@@ -114,8 +114,9 @@ def grouped_backward_weight(
     """
     for (slot, start, end), scale, key in zip(schedule.segments, schedule.scales, schedule.dropout, strict=True):
         if matrices := operands.slots.get(slot):
-            x = dropped(x_TK[start:end].to(s_TQ.dtype), key, operands.number)
-            matrices.da_KQ.add_(x.T @ ds_TQ[start:end, : matrices.width], alpha=scale)
+            if x_TK is not None:
+                x = dropped(x_TK[start:end].to(s_TQ.dtype), key, operands.number)
+                matrices.da_KQ.add_(x.T @ ds_TQ[start:end, : matrices.width], alpha=scale)
             for dy_TN, db_RN, (first, last) in zip(dys, matrices.dbs, matrices.columns, strict=True):
                 db_RN.add_(s_TQ[start:end, first:last].T @ dy_TN[start:end].to(s_TQ.dtype), alpha=scale)
 

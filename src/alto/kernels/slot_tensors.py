@@ -44,6 +44,11 @@ class SlotTensors:
         """``n``."""
         return math.prod(self.shape)
 
+    def of_slot(self, slot: int) -> tuple[Tensor, Tensor]:
+        """Views of the tensor of ``slot``, which has it, and of its gradient."""
+        part = slice(self._starts[slot], self._starts[slot] + self.num_numbers)
+        return self.params_ZP[slot, part].view(self.shape), self.grads_ZP[slot, part].view(self.shape)
+
     def assign(self, slot: int, start: int) -> None:
         """Set the offset of the tensor in the row of ``slot``."""
         self._starts[slot], self._starts_Z = start, None

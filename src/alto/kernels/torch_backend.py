@@ -64,7 +64,7 @@ def grouped_backward_input(
 
 
 def grouped_backward_weight(
-    x_TK: Tensor,
+    x_TK: Tensor | None,
     s_TQ: Tensor,
     dys: Sequence[Tensor],
     ds_TQ: Tensor,
@@ -72,9 +72,12 @@ def grouped_backward_weight(
     schedule: TokenSchedule,
 ) -> None:
     """See :func:`alto.kernels.reference.grouped_backward_weight`."""
-    x_TK, *dys = (tensor.to(operands.grads_ZP.dtype) for tensor in (x_TK, *dys))
-    for own, scale, key, (x, s, ds, *of_members) in _occupied(operands, schedule, x_TK, s_TQ, ds_TQ, *dys):
-        _add_product(own.da_KQ, dropped(x, key, operands.number).T, _columns(ds, 0, own.width), scale)
+    dys = [dy_TN.to(operands.grads_ZP.dtype) for dy_TN in dys]
+    if x_TK is not None:
+        x_TK = x_TK.to(operands.grads_ZP.dtype)
+        for own, scale, key, (x, ds) in _occupied(operands, schedule, x_TK, ds_TQ):
+            _add_product(own.da_KQ, dropped(x, key, operands.number).T, _columns(ds, 0, own.width), scale)
+    for own, scale, _, (s, *of_members) in _occupied(operands, schedule, s_TQ, *dys):
         s_QT = s.T
         for dy, db_RN, (first, end) in zip(of_members, own.dbs, own.columns, strict=True):
             _add_product(db_RN, s_QT[first:end], dy, scale)

@@ -122,7 +122,7 @@ def grouped_backward_input(
 
 
 def grouped_backward_weight(
-    x_TK: Tensor,
+    x_TK: Tensor | None,
     s_TQ: Tensor,
     dys: Sequence[Tensor],
     ds_TQ: Tensor,
@@ -133,8 +133,9 @@ def grouped_backward_weight(
     for narrow_TQ in (s_TQ, ds_TQ):
         assert narrow_TQ.shape == (schedule.num_tokens, operands.max_width)
         assert narrow_TQ.stride(1) == 1
-    if schedule.table(x_TK.device).num_segments:
-        _accumulate_da(x_TK, ds_TQ, operands, schedule)
+    if schedule.table(s_TQ.device).num_segments:
+        if x_TK is not None:
+            _accumulate_da(x_TK, ds_TQ, operands, schedule)
         _accumulate_db(s_TQ, dys, operands, schedule)
 
 

@@ -24,11 +24,12 @@ from alto.lora.peft_targets import ModuleNames
 from alto.lora.per_expert import is_read_per_expert, write_per_expert
 from alto.lora.saved import SavedAdapter, adapter_base_model, is_adapter, read_saved_adapter
 from alto.lora.served import ServedAdapters, serving
-from alto.lora.shape import adapter_shape, rank_notes
+from alto.lora.shape import adapter_shape, rank_notes, tying_notes
 from alto.lora.shared_inputs import find_shared_inputs
 from alto.lora.targets import adaptable, find_targets, linear_modules
 from alto.lora.untrained import untrained_notes
 from alto.lora.weights import AdapterWeights
+from alto.lora.whole_modules import is_whole, module_of_whole, whole_shapes
 
 __all__ = [
     "ADAPTER_DTYPES",
@@ -68,14 +69,18 @@ __all__ = [
     "is_bias",
     "is_magnitude",
     "is_read_per_expert",
+    "is_whole",
     "linear_modules",
     "magnitude_of",
     "module_of",
+    "module_of_whole",
     "rank_notes",
     "read_adapter",
     "read_saved_adapter",
     "serving",
+    "tying_notes",
     "untrained_notes",
+    "whole_shapes",
     "write_adapter",
     "write_per_expert",
 ]

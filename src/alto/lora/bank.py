@@ -135,8 +135,8 @@ class AdapterBank:
 
     def initialise(self, slot: int, seed: int, init: InitLoraWeights = "default") -> None:
         """Fill ``slot`` as PEFT does: ``B`` zero and ``A`` Kaiming-uniform (a = √5), or normal with deviation ``1 / r``
-        where ``init`` is ``gaussian``; with ``orthogonal`` both random, of product zero. Further tensors start with
-        :attr:`initial`.
+        where ``init`` is ``gaussian``; with ``orthogonal`` both random, of product zero. Of embeddings always
+        ``A`` zero and ``B`` normal. Further tensors start with :attr:`initial`.
 
         The draw depends on the seed and the adapter's own shape, not on the slot.
 
@@ -147,6 +147,10 @@ class AdapterBank:
         """
         generator = torch.Generator().manual_seed(seed)
         for module, a, b in self.matrices(self.params_ZP, slot):
+            if module.is_embedding:
+                a.zero_()
+                b.copy_(torch.empty(b.shape).normal_(generator=generator))
+                continue
             if init == "orthogonal":
                 drawn_a, drawn_b = _orthogonal(a.shape[0], a.shape[1], b.shape[1], generator)
                 a.copy_(drawn_a)

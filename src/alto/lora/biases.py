@@ -19,7 +19,7 @@ from alto.lora.bank import AdapterBank
 from alto.lora.injected import InjectedModule
 from alto.lora.layout import ExtraTensor, TargetModule
 from alto.lora.linear import ForwardContext
-from alto.lora.targets import base_modules, is_reached_by_text, linear_bases
+from alto.lora.targets import base_modules, head_base, is_reached_by_text, linear_bases
 from alto.spec import JobConfig
 
 __all__ = ["MultiBiasModule", "bias_notes", "biases_of", "is_bias", "module_of_bias", "trained_biases"]
@@ -75,7 +75,7 @@ def _check_all(model: PreTrainedModel, known: Collection[str]) -> None:
     for name, module in base_modules(model).items():
         is_trained = module._parameters.get("bias") is not None and is_reached_by_text(model, name)
         if is_trained and f"{name}{_ENDING}" not in known:
-            what = "its output head" if module is model.get_output_embeddings() else f"a {type(module).__name__}"
+            what = "its output head" if module is head_base(model) else f"a {type(module).__name__}"
             raise UnsupportedError(
                 f"bias: expected a base model whose biases are all of linear layers and torch.nn.LayerNorm, found "
                 f"{name}{_ENDING} of {what}; write bias: lora_only, which trains those of the modules with adapters, "

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from alto.kernels import LoraOperands, SlotTensors, choose_backend
 from alto.lora.bank import AdapterBank
 from alto.lora.biases import MultiBiasModule, is_bias, module_of_bias
 from alto.lora.dora import Dora
+from alto.lora.embeddings import MultiLoraEmbedding
 from alto.lora.experts import MultiLoraExperts
 from alto.lora.injected import InjectedModule
 from alto.lora.linear import ForwardContext, FrozenWeight, MultiLoraLinear, RowPlaces, SharedInput, packed
+from alto.lora.lm_head import MultiLoraHead
 from alto.lora.magnitudes import magnitude_of
 from alto.lora.routers import MultiLoraRouter
-from alto.lora.targets import adaptable, base_modules, expert_bases, linear_bases, router_bases
+from alto.lora.targets import (
+    adaptable,
+    base_modules,
+    expert_bases,
+    head_base,
+    linear_bases,
+    router_bases,
+)
+from alto.lora.whole_modules import whole_weights
 
 __all__ = ["eject", "inject"]
 
@@ -41,6 +51,7 @@ def inject(
     numbers = {target.name: number for number, target in enumerate(adaptable(model))}
     numbers |= {name: numbers[names[0]] for names in bank.layout.shared_inputs for name in names}
     operands_of_experts: dict[str, dict[str, LoraOperands]] = {}
+    of_ends: dict[str, LoraOperands] = {}
     for index, group in enumerate(bank.layout.groups):
         operands = bank.operands(index, numbers[group[0].name])
         if group[0].num_experts:
@@ -50,6 +61,9 @@ def inject(
         if group[0].is_router:
             router = MultiLoraRouter(routers[group[0].name], group[0].name, bank, operands, context, ops)
             model.set_submodule(group[0].name, router)
+            continue
+        if not group[0].is_in_body:
+            of_ends[group[0].name] = operands
             continue
         members = [bases[module.name] for module in group]
         biases = [bank.tensors(f"{module.name}.bias") for module in group]
@@ -61,6 +75,7 @@ def inject(
             model.set_submodule(module.name, MultiLoraLinear(base, module.name, shared, member))
     for name, operands_by_key in operands_of_experts.items():
         model.set_submodule(name, MultiLoraExperts(of_experts[name], bank, operands_by_key, context, ops))
+    _inject_ends(model, bank, context, of_ends)
     _inject_biases(model, bank, context)
     return context
 
@@ -70,6 +85,28 @@ def _magnitude(bank: AdapterBank, module: str) -> tuple[SlotTensors, Tensor] | N
     name = magnitude_of(module)
     vectors = bank.tensors(name)
     return None if vectors is None else (vectors, bank.initial[name].to(bank.params_ZP.device))
+
+
+def _inject_ends(
+    model: PreTrainedModel, bank: AdapterBank, context: ForwardContext, operands: Mapping[str, LoraOperands]
+) -> None:
+    """Wrap the output head and the embeddings, where they have adapters or are trained whole.
+
+    Args:
+        operands: Their adapters by name.
+    """
+    ops = choose_backend(device=bank.params_ZP.device)
+    whole = set(whole_weights({extra.name: extra for extra in bank.layout.extras}))
+    modules, head = base_modules(model), head_base(model)
+    for name in {*operands, *whole}:
+        base = modules[name]
+        if base is head:
+            assert isinstance(base, nn.Linear)
+            wrapped: nn.Module = MultiLoraHead(base, name, bank, operands.get(name), context, ops)
+        else:
+            assert isinstance(base, nn.Embedding)
+            wrapped = MultiLoraEmbedding(base, name, bank, operands.get(name), context, ops)
+        model.set_submodule(name, wrapped)
 
 
 def _inject_biases(model: PreTrainedModel, bank: AdapterBank, context: ForwardContext) -> None:

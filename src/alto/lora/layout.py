@@ -23,6 +23,8 @@ class TargetModule:
         in_features: ``K``.
         out_features: ``N``.
         is_router: Whether it is the weight of a router, which no linear module holds.
+        is_head: Whether it is the output head of the model, which reads only what predicts a trained token.
+        is_embedding: Whether it is the token embeddings, of which ``A`` has a row for every token.
         num_experts: ``E``, matrices of a parameter of experts, each of which has an ``A`` and a ``B`` of its own; None
             of a linear module.
     """
@@ -31,7 +33,14 @@ class TargetModule:
     in_features: int
     out_features: int
     is_router: bool = False
+    is_head: bool = False
+    is_embedding: bool = False
     num_experts: int | None = None
+
+    @property
+    def is_in_body(self) -> bool:
+        """Whether it is neither the output head nor the embeddings."""
+        return not (self.is_head or self.is_embedding)
 
     @property
     def num_matrices(self) -> int:

@@ -17,6 +17,7 @@ from torch import Tensor
 from alto.lora.heads import HEAD
 from alto.lora.peft_targets import ModuleNames, PeftTargets, expert_names_of, peft_targets, wrapper_names
 from alto.lora.weights import AdapterWeights
+from alto.lora.whole_modules import whole_weights
 from alto.spec import JobConfig
 
 __all__ = [
@@ -32,7 +33,12 @@ __all__ = [
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
-A_ENDING, B_ENDING = ".lora_A.weight", ".lora_B.weight"
+ENDINGS = (".lora_A.weight", ".lora_B.weight")
+"""Ends of PEFT's names of the two matrices of a linear layer."""
+
+EMBEDDING_ENDINGS = (".lora_embedding_A", ".lora_embedding_B")
+"""Of embeddings."""
+
 PREFIX = "base_model.model."
 """What PEFT puts before the names of the base model's modules."""
 
@@ -71,8 +77,9 @@ def write_adapter(
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {}
     for name, (a_RK, b_NR) in as_in_peft(weights).items():
-        tensors[f"{PREFIX}{name}{A_ENDING}"] = a_RK
-        tensors[f"{PREFIX}{name}{B_ENDING}"] = b_NR
+        of_a, of_b = EMBEDDING_ENDINGS if name in model.embeddings else ENDINGS
+        tensors[f"{PREFIX}{name}{of_a}"] = a_RK
+        tensors[f"{PREFIX}{name}{of_b}"] = b_NR
     for name, tensor in weights.extras.items():
         tensors[extra_in_peft(name, weights)] = tensor
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
@@ -82,6 +89,7 @@ def write_adapter(
         peft_targets(weights, model, experts=_stacked(weights)),
         is_transposed=not model.transposed.isdisjoint(weights),
         has_head=HEAD in weights.extras,
+        whole=whole_weights(weights.extras),
     )
     (folder / CONFIG_FILE).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
 
@@ -115,12 +123,19 @@ def read_adapter(folder: Path) -> AdapterWeights:
     description = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     rank, weights = description["r"], {}
     extras = {
-        _extra_name(module_of(key)): tensor for key, tensor in tensors.items() if not key.endswith((A_ENDING, B_ENDING))
+        _extra_name(module_of(key)): tensor
+        for key, tensor in tensors.items()
+        if not key.endswith((*ENDINGS, *EMBEDDING_ENDINGS))
     }
-    modules = [module_of(key.removesuffix(A_ENDING)) for key in sorted(tensors) if key.endswith(A_ENDING)]
+    modules = {
+        module_of(key.removesuffix(of_a)): (key, key.removesuffix(of_a) + of_b)
+        for of_a, of_b in (ENDINGS, EMBEDDING_ENDINGS)
+        for key in sorted(tensors)
+        if key.endswith(of_a)
+    }
     parameters = expert_names_of(modules, description.get("target_parameters") or ())
-    for module in modules:
-        a_RK, b_NR = tensors[f"{PREFIX}{module}{A_ENDING}"], tensors[f"{PREFIX}{module}{B_ENDING}"]
+    for module, (of_a, of_b) in modules.items():
+        a_RK, b_NR = tensors[of_a], tensors[of_b]
         if module in parameters:
             a_EKR = a_RK.view(-1, rank, a_RK.shape[1]).transpose(1, 2)
             weights[parameters[module]] = (
@@ -149,7 +164,13 @@ def _extra_name(peft_name: str) -> str:
 
 
 def _adapter_config(
-    config: JobConfig, base_model: str, targets: PeftTargets, *, is_transposed: bool, has_head: bool
+    config: JobConfig,
+    base_model: str,
+    targets: PeftTargets,
+    *,
+    is_transposed: bool,
+    has_head: bool,
+    whole: list[str],
 ) -> dict[str, Any]:
     described: dict[str, Any] = {
         "peft_type": "LORA",
@@ -169,8 +190,8 @@ def _adapter_config(
     for key in ("rank_pattern", "alpha_pattern"):
         if pattern := getattr(config, key):
             described[key] = dict(pattern)
-    if has_head:
-        described["modules_to_save"] = [HEAD.removesuffix(".weight")]
+    if has_head or whole:
+        described["modules_to_save"] = [*whole, *([HEAD.removesuffix(".weight")] if has_head else [])]
     if targets.parameters:
         # PEFT refuses dropout beside target_parameters; it affects only training.
         described |= {"target_parameters": targets.parameters, "lora_dropout": 0.0}

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel, conversion_mapping
 from transformers.pytorch_utils import Conv1D
 
-from alto.lora.targets import linear_bases, module_names, router_bases
+from alto.lora.targets import adaptable, linear_bases, module_names, router_bases
 
 __all__ = [
     "ModuleNames",
@@ -49,12 +49,14 @@ class ModuleNames:
         model_type: As the model's config says.
         transposed: Full names of the modules that keep their weight transposed (``Conv1D``).
         routers: Full names of the modules that are routers with a weight of their own.
+        embeddings: Full names of the modules whose matrices PEFT names as those of embeddings.
     """
 
     modules: frozenset[str]
     model_type: str
     transposed: frozenset[str] = frozenset()
     routers: frozenset[str] = frozenset()
+    embeddings: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModuleNames:
@@ -65,6 +67,7 @@ class ModuleNames:
             model_type=model.config.model_type,
             transposed=frozenset(transposed),
             routers=frozenset(router_bases(model)),
+            embeddings=frozenset(module.name for module in adaptable(model) if module.is_embedding),
         )
 
 

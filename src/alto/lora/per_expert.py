@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from alto.errors import UnsupportedError
-from alto.lora.peft_format import A_ENDING, B_ENDING, CONFIG_FILE, PREFIX, WEIGHTS_FILE
+from alto.lora.peft_format import CONFIG_FILE, ENDINGS, PREFIX, WEIGHTS_FILE
 from alto.lora.peft_targets import expert_kind
 from alto.lora.saved import SavedAdapter
 from alto.spec.outside import read_json
@@ -101,7 +101,7 @@ def write_per_expert(adapter: SavedAdapter, model_type: str, folder: Path) -> No
     for name, pair in pairs.items():
         block = next((block for block in blocks if name.startswith(block)), "")
         place = block.replace(*names.block) + name.removeprefix(block)
-        for ending, matrix in zip((A_ENDING, B_ENDING), pair, strict=True):
+        for ending, matrix in zip(ENDINGS, pair, strict=True):
             tensors[f"{PREFIX}{place}{ending}"] = matrix.contiguous()
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
@@ -139,5 +139,5 @@ def _zeros(num_experts: int, num_in: int, rank: int, num_out: int) -> tuple[Tens
 
 def _config(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """The description of the adapter with the modules that its tensors name."""
-    modules = sorted({key.removesuffix(A_ENDING).rpartition(".")[2] for key in tensors if key.endswith(A_ENDING)})
+    modules = sorted({key.removesuffix(ENDINGS[0]).rpartition(".")[2] for key in tensors if key.endswith(ENDINGS[0])})
     return {key: value for key, value in config.items() if key != "target_parameters"} | {"target_modules": modules}

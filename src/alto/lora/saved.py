@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from alto.errors import RunError, RunNotFoundError, UnsupportedError
 from alto.lora.biases import is_bias
 from alto.lora.heads import HEAD
 from alto.lora.magnitudes import is_magnitude, module_of_magnitude
 from alto.lora.peft_format import (
-    A_ENDING,
-    B_ENDING,
     CONFIG_FILE,
+    EMBEDDING_ENDINGS,
+    ENDINGS,
     PREFIX,
     WEIGHTS_FILE,
     lora_scale,
     read_adapter,
 )
 from alto.lora.weights import AdapterWeights
+from alto.lora.whole_modules import whole_name
 from alto.spec.module_names import of_module, per_module
 from alto.spec.outside import read_json
 
@@ -41,6 +43,9 @@ _HARMLESS_KEYS = {
     *("megatron_core", "qalora_group_size", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
 }
 """Keys that do not change the effect of an adapter's tensors: supported here, or settings of the start of training."""
+
+_BASE_WEIGHT = ".base_layer.weight"
+"""End of PEFT's name of the frozen weight of an adapted module, which it saves of embeddings and of the output head."""
 
 _HEAD_NAMES = {"score", "classifier"}
 """Names that PEFT gives to ``modules_to_save`` where a classification head is trained."""
@@ -65,6 +70,8 @@ class SavedAdapter:
         weights: ``A`` as ``[K, r]`` and ``B`` as ``[r, N]`` by module name, float32 (as PEFT loads
             them), and its magnitudes and biases.
         target_parameters: Full names of weights that PEFT finds by themselves (see :mod:`alto.lora.peft_targets`).
+        base_weights: Weights of the base model by full name, which PEFT saves beside an adapter on its embeddings or
+            its output head.
     """
 
     folder: Path
@@ -73,6 +80,7 @@ class SavedAdapter:
     rank: int
     weights: AdapterWeights
     target_parameters: tuple[str, ...] = ()
+    base_weights: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def has_patterns(self) -> bool:
@@ -111,11 +119,12 @@ def read_saved_adapter(folder: Path) -> SavedAdapter:
             )
     config = _read_config(folder / CONFIG_FILE)
     _check_config(config, folder / CONFIG_FILE)
-    _check_tensors(folder / WEIGHTS_FILE)
+    _check_tensors(folder / WEIGHTS_FILE, config)
     read = read_adapter(folder)
+    base_weights = {name: tensor for name, tensor in read.extras.items() if name.removesuffix(".weight") in read}
     weights = AdapterWeights(
         {name: (a_KR.float(), b_RN.float()) for name, (a_KR, b_RN) in read.items()},
-        {name: tensor.float() for name, tensor in read.extras.items()},
+        {name: tensor.float() for name, tensor in read.extras.items() if name not in base_weights},
     )
     _check_parameters(config, weights, folder / CONFIG_FILE)
     _check_magnitudes(weights, folder, use_dora=bool(config.get("use_dora")))
@@ -136,6 +145,7 @@ def read_saved_adapter(folder: Path) -> SavedAdapter:
         rank=max(a_KR.shape[-1] for a_KR, _ in weights.values()),
         weights=weights,
         target_parameters=tuple(config.get("target_parameters") or ()),
+        base_weights=base_weights,
     )
 
 
@@ -169,7 +179,7 @@ def _check_config(config: Mapping[str, Any], path: Path) -> None:
             f"{path}: expected peft_type LORA, found {config.get('peft_type')!r}; evaluate it with PEFT itself"
         )
     for key, value in config.items():
-        if key == "modules_to_save" and config.get("task_type") == "SEQ_CLS" and set(value or ()) <= _HEAD_NAMES:
+        if key == "modules_to_save":  # compared with the tensors
             continue
         if key not in _HARMLESS_KEYS and value and value not in _HARMLESS_VALUES.get(key, ()):
             raise UnsupportedError(
@@ -224,9 +234,9 @@ def _check_parameters(config: Mapping[str, Any], weights: AdapterWeights, path: 
             )
 
 
-def _check_tensors(path: Path) -> None:
-    """Every tensor is one half of a module's pair, its magnitude, a bias of the base, or a classification head; read
-    from the file's header."""
+def _check_tensors(path: Path, config: Mapping[str, Any]) -> None:
+    """Every tensor is one half of a module's pair, its magnitude, its frozen weight, a bias of the base, a weight of
+    ``modules_to_save``, or a classification head; read from the file's header."""
     try:
         with safe_open(path, framework="pt") as file:
             keys = set(file.keys())
@@ -234,20 +244,31 @@ def _check_tensors(path: Path) -> None:
         raise RunError(
             f"{path}: expected a safetensors file, found something else ({error}); fetch it again"
         ) from error
-    keys.discard(f"{PREFIX}{HEAD}")
-    halves = {A_ENDING: B_ENDING, B_ENDING: A_ENDING}
+    saved = set(config.get("modules_to_save") or ()) - (_HEAD_NAMES if config.get("task_type") == "SEQ_CLS" else set())
+    whole = {key for key in keys if any(f".{key}".endswith(f".{whole_name(name)}") for name in saved)}
+    absent = sorted(name for name in saved if not any(f".{key}".endswith(f".{whole_name(name)}") for key in whole))
+    if absent:
+        raise UnsupportedError(
+            f"{path}: expected the weight of every module in modules_to_save, found none of {absent[0]}; evaluate it "
+            "with PEFT itself, or fetch it again"
+        )
+    keys -= {f"{PREFIX}{HEAD}", *whole}
+    pairs = (ENDINGS, EMBEDDING_ENDINGS)
+    halves = {one: other for pair in pairs for one, other in (pair, pair[::-1])}
     for key in sorted(keys):
         if is_magnitude(key) or (is_bias(key) and ".lora_" not in key):
+            continue
+        if key.endswith(_BASE_WEIGHT) and any(key.removesuffix(_BASE_WEIGHT) + of_a in keys for of_a, _ in pairs):
             continue
         half = next((end for end in halves if key.endswith(end)), None)
         if half is None:
             raise UnsupportedError(
-                f"{path}: expected the matrices lora_A and lora_B of linear layers, their magnitudes, biases, and "
-                f"nothing else, found {key}; "
-                "evaluate it with PEFT itself, or merge it into its base model"
+                f"{path}: expected the matrices lora_A and lora_B of linear layers and embeddings, their "
+                f"magnitudes, biases, and nothing else, found {key}; evaluate it with PEFT itself, or merge it into "
+                "its base model"
             )
         other = key.removesuffix(half) + halves[half]
         if other not in keys:
             raise RunError(f"{path}: expected {other} beside {key}, found it missing; fetch the file again")
-    if not any(key.endswith(A_ENDING) for key in keys):
+    if not any(key.endswith(of_a) for key in keys for of_a, _ in pairs):
         raise RunError(f"{path}: expected the matrices of an adapter, found none; fetch the file again")

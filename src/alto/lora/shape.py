@@ -4,26 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from alto.errors import TargetModuleError
+from alto.errors import TargetModuleError, UnsupportedError
 from alto.lora.biases import trained_biases
 from alto.lora.heads import head_tensor
 from alto.lora.layout import AdapterShape, TargetModule
 from alto.lora.magnitudes import magnitudes
 from alto.lora.peft_format import adapter_scale, lora_scale
-from alto.lora.targets import find_targets, linear_modules
+from alto.lora.targets import adaptable, embedding_base, find_targets, head_base, linear_modules
+from alto.lora.whole_modules import whole_tensors
 from alto.records import LabelSet
 from alto.spec import JobConfig
 from alto.spec.job_config import SHAPE_FIELDS
 from alto.spec.module_names import module_matches, of_module
 
-__all__ = ["adapter_shape", "rank_notes"]
+__all__ = ["adapter_shape", "rank_notes", "tying_notes"]
 
 
 def adapter_shape(model: PreTrainedModel, config: JobConfig, labels: LabelSet | None = None) -> AdapterShape:
-    """The shape of the adapter that a job trains, with its magnitudes (``use_dora``), the biases that it trains, and
-    with ``labels`` a classification head for them.
+    """The shape of the adapter that a job trains, with its magnitudes (``use_dora``), the biases and
+    the whole weights (``modules_to_save``) that it trains, and with ``labels`` a classification head for them.
 
     A module's rank is that of the first key of ``rank_pattern`` that matches its name, else ``r``; its scale is
     ``lora_alpha / r`` of its own two numbers (with ``use_rslora`` ``lora_alpha / sqrt(r)``): ``alpha_pattern`` and
@@ -31,18 +33,16 @@ def adapter_shape(model: PreTrainedModel, config: JobConfig, labels: LabelSet | 
 
     Raises:
         TargetModuleError: See :func:`alto.lora.find_targets`; or a key of a pattern matches no linear module.
-        UnsupportedError: See :func:`alto.lora.biases.trained_biases` and :func:`alto.lora.magnitudes.magnitudes`.
+        UnsupportedError: The output head is targeted in a way that is not implemented; or see
+            :func:`alto.lora.biases.trained_biases`, :func:`alto.lora.magnitudes.magnitudes` and
+            :func:`alto.lora.whole_modules.whole_tensors`.
     """
-    targets = find_targets(
-        model,
-        config.target_modules,
-        target_parameters=config.target_parameters or (),
-        exclude_modules=config.exclude_modules,
-        layers_to_transform=config.layers_to_transform,
-        layers_pattern=config.layers_pattern,
-    )
+    targets = _targets(model, config)
+    for target in targets:
+        if not target.is_in_body:
+            _check_end(model, target, config, has_labels=labels is not None)
     for key, pattern in (("rank_pattern", config.rank_pattern), ("alpha_pattern", config.alpha_pattern)):
-        _check_pattern(key, [name for name, _ in pattern], linear_modules(model))
+        _check_pattern(key, [name for name, _ in pattern], _named(model))
     ranks = tuple(of_module(module.name, config.rank_pattern, config.r) for module in targets)
     alphas = tuple(of_module(module.name, config.alpha_pattern, config.lora_alpha) for module in targets)
     whole = adapter_scale(config)
@@ -58,6 +58,7 @@ def adapter_shape(model: PreTrainedModel, config: JobConfig, labels: LabelSet | 
         extras=(
             *(magnitudes(model, targets) if config.use_dora else ()),
             *trained_biases(model, config, targets),
+            *whole_tensors(model, config, {target.name for target in targets}, has_labels=labels is not None),
             *(() if labels is None else (head_tensor(model, labels),)),
         ),
     )
@@ -92,6 +93,71 @@ def rank_notes(model: PreTrainedModel, configs: Iterable[JobConfig]) -> tuple[st
         f"Rank {rank} is larger than the smaller side of {module.name} ({module.in_features} × {module.out_features})"
         f"{others}. It is trained as asked, as in PEFT; a rank of that side can learn the same with fewer parameters. "
         "Lower r, or name the modules in rank_pattern.",
+    )
+
+
+def tying_notes(model: PreTrainedModel, configs: Iterable[JobConfig]) -> tuple[str, ...]:
+    """A notice where jobs train an output head or embeddings that are one weight.
+
+    Arguments and errors as of :func:`rank_notes`.
+    """
+    if getattr(head_base(model), "weight", None) is not embedding_base(model).weight:
+        return ()
+    distinct = {tuple(getattr(config, key) for key in SHAPE_FIELDS): config for config in configs}
+    targets = [target for config in distinct.values() for target in _targets(model, config)]
+    if any(not target.is_in_body for target in targets):
+        merged = "Merging it with PEFT would change both: serve it unmerged."
+    elif any(config.modules_to_save for config in distinct.values()):
+        merged = "Merged with PEFT, they are two weights."
+    else:
+        return ()
+    return (
+        "The output head and the embeddings of the base model are one weight: what is trained of one leaves the other "
+        f"as it is, as in PEFT. {merged}",
+    )
+
+
+def _targets(model: PreTrainedModel, config: JobConfig) -> tuple[TargetModule, ...]:
+    return find_targets(
+        model,
+        config.target_modules,
+        target_parameters=config.target_parameters or (),
+        exclude_modules=config.exclude_modules,
+        layers_to_transform=config.layers_to_transform,
+        layers_pattern=config.layers_pattern,
+    )
+
+
+def _named(model: PreTrainedModel) -> tuple[TargetModule, ...]:
+    """What ``target_modules`` may name."""
+    return tuple(module for module in adaptable(model) if module.num_experts is None and not module.is_router)
+
+
+def _check_end(model: PreTrainedModel, target: TargetModule, config: JobConfig, *, has_labels: bool) -> None:
+    """Check that an adapter on the output head or the embeddings can be trained as ``config`` says.
+
+    Raises:
+        UnsupportedError: It cannot.
+    """
+    what, module = ("output head", head_base(model)) if target.is_head else ("embeddings", embedding_base(model))
+    assert module is not None
+    if target.is_head and has_labels:
+        setting, found, remedy = "method classification or regression", "whose place another head takes", "it"
+    elif isinstance(module.weight, DTensor):
+        setting, found = "num_gpus above 1", "whose adapters are trained on one GPU only"
+        remedy = "it, or write num_gpus: 1"
+    elif config.use_dora:
+        setting, found, remedy = "use_dora", "where DoRA is not implemented", "it, or use_dora"
+    elif target.is_head and config.bias != "none" and module.bias is not None:
+        setting, found, remedy = f"bias: {config.bias}", "whose bias is not trained", "it, or bias"
+    elif target.is_embedding and config.loraplus_lr_ratio != 1.0:
+        setting, found = "loraplus_lr_ratio", "to which PEFT gives a fixed rate of 1e-6 then"
+        remedy = "it, or loraplus_lr_ratio"
+    else:
+        return
+    raise UnsupportedError(
+        f"target_modules: expected modules of the base model's body with {setting}, found its {what}, {found}; "
+        f"leave out {remedy}"
     )
 
 

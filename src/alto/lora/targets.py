@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -20,8 +21,10 @@ from alto.spec.job_config import ALL_LINEAR
 __all__ = [
     "adaptable",
     "base_modules",
+    "embedding_base",
     "expert_bases",
     "find_targets",
+    "head_base",
     "is_reached_by_text",
     "linear_bases",
     "linear_modules",
@@ -74,7 +77,7 @@ def linear_modules(model: PreTrainedModel) -> tuple[TargetModule, ...]:
 
 def linear_bases(model: PreTrainedModel) -> dict[str, FrozenLinear]:
     """The modules that :func:`linear_modules` names, as they are without injection."""
-    head = model.get_output_embeddings()
+    head = head_base(model)
     return {
         name: module
         for name, module in base_modules(model).items()
@@ -83,6 +86,36 @@ def linear_bases(model: PreTrainedModel) -> dict[str, FrozenLinear]:
         and not _is_left_out(model, name)
         and is_reached_by_text(model, name)
     }
+
+
+def head_base(model: PreTrainedModel) -> nn.Module | None:
+    """The output head of ``model`` as it is without injection; None where it has none."""
+    head: Any = model.get_output_embeddings()
+    found: nn.Module | None = head.base if isinstance(head, InjectedModule) else head
+    return found
+
+
+def embedding_base(model: PreTrainedModel) -> nn.Module:
+    """The token embeddings of ``model`` as they are without injection."""
+    embeddings: Any = model.get_input_embeddings()
+    found: nn.Module = embeddings.base if isinstance(embeddings, InjectedModule) else embeddings
+    return found
+
+
+def _ends(model: PreTrainedModel) -> tuple[TargetModule, ...]:
+    """The output head and the token embeddings, where PEFT adapts them as well: a linear layer, and
+    ``torch.nn.Embedding``."""
+    names = {module: name for name, module in base_modules(model).items()}
+    head, embeddings = head_base(model), embedding_base(model)
+    found = []
+    if isinstance(head, nn.Linear) and head in names:
+        rows, columns = head.out_features, head.in_features
+        found.append(TargetModule(name=names[head], in_features=columns, out_features=rows, is_head=True))
+    if isinstance(embeddings, nn.Embedding) and embeddings in names:
+        rows, columns = embeddings.num_embeddings, embeddings.embedding_dim
+        table = TargetModule(name=names[embeddings], in_features=rows, out_features=columns, is_embedding=True)
+        found.append(table)
+    return tuple(found)
 
 
 def _is_left_out(model: PreTrainedModel, name: str) -> bool:
@@ -129,7 +162,7 @@ def _is_router(module: nn.Module) -> bool:
 
 def adaptable(model: PreTrainedModel) -> tuple[TargetModule, ...]:
     """All that may have adapters: linear modules, then routers, then parameters of experts, each in the model's
-    order."""
+    order, then the output head and the embeddings."""
     routers = (
         TargetModule(name=name, in_features=weight.shape[1], out_features=weight.shape[0], is_router=True)
         for name, module in router_bases(model).items()
@@ -138,7 +171,7 @@ def adaptable(model: PreTrainedModel) -> tuple[TargetModule, ...]:
     experts = (
         parameter for name, module in expert_bases(model).items() for parameter in expert_parameters(module, name)
     )
-    return (*linear_modules(model), *routers, *experts)
+    return (*linear_modules(model), *routers, *experts, *_ends(model))
 
 
 def _sizes(module: FrozenLinear) -> tuple[int, int]:
@@ -163,11 +196,11 @@ def find_targets(
     layers_to_transform: Sequence[int] | None = None,
     layers_pattern: Sequence[str] | None = None,
 ) -> tuple[TargetModule, ...]:
-    """The modules that the settings select, in the model's order, and after them those of routers and experts.
+    """The modules that the settings select, in the order of :func:`adaptable`.
 
     Args:
-        target_modules: ``"all-linear"``; or names, each a full one or an ending such as ``q_proj``; or, as another
-            string, a regular expression that has to match full names as a whole.
+        target_modules: ``"all-linear"``, which leaves out head and embeddings; or names, each a full one or an ending
+            such as ``q_proj``; or, as another string, a regular expression that has to match full names as a whole.
         target_parameters: Names of parameters of experts and routers, each a full one or an ending such as
             ``experts.gate_up_proj`` or ``gate.weight``.
         exclude_modules: Names or an expression of modules that are left out.
@@ -189,23 +222,25 @@ def find_targets(
             "target_modules: expected a base model with linear modules that PEFT adapts as well, found none besides "
             "its output head; use another base model"
         )
+    known = linear | {end.name: end for end in _ends(model)}
     excluded = _excluded(model, exclude_modules)
     if target_modules == ALL_LINEAR:
         found = set(linear)
     elif isinstance(target_modules, str):
-        found = _meant(model, linear, target_modules, _fullmatch, excluded)
+        found = _meant(model, known, target_modules, _fullmatch, excluded)
     else:
-        found = set().union(*(_meant(model, linear, name, _is_name_or_ending, excluded) for name in target_modules))
+        found = set().union(*(_meant(model, known, name, _is_name_or_ending, excluded) for name in target_modules))
     found -= excluded
     if layers_to_transform is not None:
-        named = set() if isinstance(target_modules, str) else found & set(target_modules)
-        found = named | _of_layers(found - named, layers_to_transform, layers_pattern)
+        in_full = set() if isinstance(target_modules, str) else found & set(target_modules)
+        found = in_full | _of_layers(found - in_full, layers_to_transform, layers_pattern)
     if not found:
         raise TargetModuleError(
             "target_modules: expected modules to train, found that exclude_modules and layers_to_transform leave none; "
             "change one of them"
         )
-    return (*(module for name, module in linear.items() if name in found), *experts)
+    chosen = [module for name, module in known.items() if name in found]
+    return (*(m for m in chosen if m.is_in_body), *experts, *(m for m in chosen if not m.is_in_body))
 
 
 def _excluded(model: PreTrainedModel, exclude_modules: str | Sequence[str] | None) -> set[str]:
@@ -274,28 +309,27 @@ def _find_experts(model: PreTrainedModel, names: Sequence[str]) -> tuple[TargetM
 
 def _meant(
     model: PreTrainedModel,
-    linear: Mapping[str, TargetModule],
+    known: Mapping[str, TargetModule],
     text: str,
     matches: Callable[[str, str], bool],
     excluded: Set[str],
 ) -> set[str]:
     modules = base_modules(model)
     found = {name for name in modules if matches(text, name)}
-    if not found & set(linear):
-        leaves = sorted({name.rsplit(".", 1)[-1] for name in linear})
+    if not found & set(known):
+        kinds = sorted({(not module.is_in_body, name.rsplit(".", 1)[-1]) for name, module in known.items()})
+        leaves = [leaf for _, leaf in kinds]
         near = difflib.get_close_matches(text, leaves, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        example = next(iter(linear))
+        example = next(iter(known))
         raise TargetModuleError(
             f"target_modules: expected to find linear modules of the model, found none under {text!r}; {hint}"
             f"the model has {', '.join(leaves)}, a full name is {example!r} (or write {ALL_LINEAR!r})"
         )
-    for name in sorted(found - set(linear) - excluded):
-        is_head = modules[name] is model.get_output_embeddings()
-        kind = "its output head" if is_head else f"a {type(modules[name]).__name__}"
+    for name in sorted(found - set(known) - excluded):
         raise TargetModuleError(
-            f"target_modules: expected only linear modules of the model's body, found that {text!r} also matches "
-            f"{name!r}, {kind}; narrow it"
+            f"target_modules: expected only linear modules and the embeddings of the model, found that {text!r} also "
+            f"matches {name!r}, a {type(modules[name]).__name__}; narrow it"
         )
     return found
 

@@ -47,7 +47,7 @@ class Heads(Protocol):
 
 def token_losses(backbone: Backbone, batch: TokenBatch) -> Tensor:
     """Cross-entropy of every trained token of ``batch``, ``[S]`` float32 nats."""
-    return backbone.token_losses(_read_states(backbone, batch), batch.loss_targets_S)
+    return backbone.token_losses(_read_states(backbone, batch), batch.loss_targets_S, batch)
 
 
 def _read_states(backbone: Backbone, batch: TokenBatch) -> Tensor:
@@ -91,10 +91,10 @@ def micro_batch_terms(backbone: Backbone, batch: TokenBatch, learners: Sequence[
     """
     states_SH = _read_states(backbone, batch)
     if not batch.slots:
-        losses_S = backbone.token_losses(states_SH, batch.loss_targets_S)
+        losses_S = backbone.token_losses(states_SH, batch.loss_targets_S, batch)
         return [Terms(sums_J=run_sums(losses_S, batch.job_targets))]
     has_head = any(group.objective.has_head for group in learners)
-    token_losses_S = None if has_head else backbone.token_losses(states_SH, batch.loss_targets_S)
+    token_losses_S = None if has_head else backbone.token_losses(states_SH, batch.loss_targets_S, batch)
     found, first, first_target = [], 0, 0
     for group in learners:
         last = first + len(group.configs)
@@ -107,7 +107,7 @@ def micro_batch_terms(backbone: Backbone, batch: TokenBatch, learners: Sequence[
             assert group.heads is not None, "the objective has heads"
             outputs = group.heads.logits(states_SH[targets], part.slots, part.job_rows)
         else:
-            outputs = backbone.token_losses(states_SH[targets], part.loss_targets_S)
+            outputs = backbone.token_losses(states_SH[targets], part.loss_targets_S, part)
         found.append(terms_of(group.objective, outputs, part, group.configs))
         first, first_target = last, first_target + num_targets
     return found

@@ -37,6 +37,7 @@ from alto.spec.module_names import (
     layer_indices,
     layer_parents,
     per_module,
+    saved_modules,
     targeted_modules,
 )
 from alto.spec.objectives import ObjectiveSettings
@@ -64,7 +65,7 @@ MAPPING_FIELDS = ("alpha_pattern", "lr_scheduler_kwargs", "optim_args", "rank_pa
 SHAPE_FIELDS = (
     *("r", "lora_alpha", "use_rslora", "target_modules", "target_parameters", "exclude_modules"),
     *("layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern"),
-    *("bias", "use_dora"),
+    *("bias", "use_dora", "modules_to_save"),
 )
 """Fields of a job that decide its adapter's modules, their ranks and scales, and its further tensors."""
 
@@ -136,6 +137,9 @@ class JobConfig(SpecModel):
     )
     layers_pattern: tuple[str, ...] | None = Field(
         default=None, description="name of the list that holds the model's layers"
+    )
+    modules_to_save: tuple[str, ...] | None = Field(
+        default=None, description="which of the output head and the token embeddings are trained whole"
     )
     rank_pattern: _RankPattern = Field(default=(), description="ranks of some modules, by name or pattern")
     alpha_pattern: _AlphaPattern = Field(default=(), description="lora_alpha of some modules, by name or pattern")
@@ -259,6 +263,11 @@ class JobConfig(SpecModel):
     @classmethod
     def _normalise_excluded(cls, value: Any) -> Any:
         return chosen_modules(value)
+
+    @field_validator("modules_to_save", mode="before")
+    @classmethod
+    def _normalise_saved(cls, value: Any) -> Any:
+        return saved_modules(value)
 
     @field_validator("layers_to_transform", mode="before")
     @classmethod

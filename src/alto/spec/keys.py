@@ -38,6 +38,8 @@ JOB_ALIASES: Mapping[str, str] = {
     "lora_target": "target_modules",
     "lora_target_modules": "target_modules",
     "lora_target_parameters": "target_parameters",
+    "additional_target": "modules_to_save",
+    "lora_modules_to_save": "modules_to_save",
     "peft_use_rslora": "use_rslora",
     "peft_use_dora": "use_dora",
     "peft_init_lora_weights": "init_lora_weights",
@@ -70,7 +72,7 @@ TASK_ALIASES: Mapping[str, str] = {
 }
 """Other spellings of a task's own fields."""
 
-_ONLY_PLAIN_LORA = "Only LoRA and DoRA on linear modules are trained; remove the key."
+_ONLY_PLAIN_LORA = "LoRA and DoRA are trained in their usual forms alone; remove the key."
 _USE_DTYPE = "Write 'dtype: bfloat16', 'float16' or 'float32' instead."
 _FROZEN_BASE = "The reference of dpo is the frozen base, run once for all jobs; remove the key."
 _WHOLE_DISTRIBUTION = (
@@ -82,11 +84,9 @@ _CUT_AT_THE_END = "A conversation is cut after its first 'max_length' tokens, th
 UNSUPPORTED_KEYS: Mapping[str, str] = {
     **dict.fromkeys(
         (
-            "additional_target",
             "alora_invocation_tokens",
             "arrow_config",
             "corda_config",
-            "ensure_weight_tying",
             "eva_config",
             "fan_in_fan_out",
             "kasa_config",
@@ -94,17 +94,19 @@ UNSUPPORTED_KEYS: Mapping[str, str] = {
             "loftq_config",
             "lora_bias",
             "lora_ga_config",
-            "lora_modules_to_save",
             "megatron_config",
-            "modules_to_save",
             "monteclora_config",
             "pissa_init",
-            "trainable_token_indices",
             "use_bdlora",
             "use_qalora",
             "velora_config",
         ),
         _ONLY_PLAIN_LORA,
+    ),
+    "ensure_weight_tying": "The output head and the embeddings are trained apart, PEFT's default; remove the key.",
+    "trainable_token_indices": (
+        "Single rows of the embeddings are not trained; write modules_to_save: [embed_tokens] to train all of them, or "
+        "remove the key."
     ),
     **dict.fromkeys(
         ("adapter", "finetuning_type", "peft_type"),

@@ -19,11 +19,11 @@ _HEADS = ("score", "classifier")
 
 def with_task_type(values: Mapping[str, Any]) -> dict[str, Any]:
     """A task's keys with ``method`` in place of PEFT's ``task_type: SEQ_CLS``: ``regression`` where ``problem_type``
-    says so, else ``classification``. Any other ``task_type`` stays.
+    says so, else ``classification``; and without the head in ``modules_to_save``, as it is always trained and saved.
+    Any other ``task_type`` stays.
 
     Raises:
         ConflictingKeysError: The method trains no classification head.
-        UnsupportedError: ``modules_to_save`` names more than the head.
     """
     task_type = values.get("task_type")
     if not isinstance(task_type, str) or task_type.upper() != "SEQ_CLS":
@@ -39,12 +39,8 @@ def with_task_type(values: Mapping[str, Any]) -> dict[str, Any]:
         )
     saved = kept.pop("modules_to_save", None)
     names = [saved] if isinstance(saved, str) else list(saved or ())
-    if not set(names) <= {*_HEADS}:
-        raise UnsupportedError(
-            f"modules_to_save: expected the classification head alone ('score'), which is always trained and saved, "
-            f"found {quoted(names)}. Remove the key."
-        )
-    return kept
+    others = [name for name in names if name not in _HEADS]
+    return kept | ({"modules_to_save": others} if others else {})
 
 
 def check_label_keys(keys: DataKeys, method: Method, num_gpus: int) -> None:

@@ -20,6 +20,7 @@ __all__ = [
     "of_module",
     "pairs_of",
     "per_module",
+    "saved_modules",
     "targeted_modules",
 ]
 
@@ -57,6 +58,18 @@ def chosen_modules(value: object) -> str | tuple[str, ...] | None:
         ValueError: It is none of these.
     """
     return None if value in (None, [], (), "") else _names_or_pattern(value, "")
+
+
+def saved_modules(value: object) -> tuple[str, ...] | None:
+    """``value`` of ``modules_to_save`` as a sorted tuple of names; None if it names nothing.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    names = chosen_modules(value)
+    if isinstance(names, str):
+        raise ValueError(f"should be names of modules, found the pattern {quoted(value)}. Write for example [lm_head].")
+    return names
 
 
 def layer_indices(value: object) -> tuple[int, ...] | None:
