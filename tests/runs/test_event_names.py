@@ -24,8 +24,6 @@ OTHER_MEANINGS: Mapping[str, set[str]] = {
     "export/job_grid.py": {"train"},
     "export/preview.py": {"train"},
     "export/report.py": {"train"},
-    "importing/axolotl_data.py": {"train"},
-    "importing/llamafactory_data.py": {"train"},
     "importing/sources.py": {"train"},
     "spec/row_objects.py": {"train"},
 }

@@ -101,7 +101,7 @@ def read_datasets(draft: Draft, method: Method) -> None:
 
 
 def _are_alike(first: Source, second: Source) -> bool:
-    is_readable = first.is_file or (first.split in (None, "train") and first.config is None)
+    is_readable = first.is_file or (first.has_usual_split and first.config is None)
     return is_readable and (first.form, first.columns) == (second.form, second.columns)
 
 

@@ -82,11 +82,7 @@ def _weighted(source: Source, weight: str) -> Source:
 
 def _put_validation(draft: Draft, found: Source, sources: list[Source]) -> None:
     like = sources[0]
-    if (
-        len(sources) == 1
-        and (found.form, found.columns) == (like.form, like.columns)
-        and found.split in (None, "train")
-    ):
+    if len(sources) == 1 and (found.form, found.columns) == (like.form, like.columns) and found.has_usual_split:
         draft.put("validation_dataset", found.path)
     else:
         draft.not_supported(

@@ -54,10 +54,15 @@ class Source:
         """Whether its rows are in a file of this machine."""
         return os.path.isabs(self.path)
 
+    @property
+    def has_usual_split(self) -> bool:
+        """Whether its split is the one that a task takes where it names none."""
+        return self.split in (None, "train")
+
     def keys(self) -> dict[str, Any]:
         """Its keys but the path, those with a value."""
         # A file has no splits.
-        split = self.split if not self.is_file and self.split != "train" else None
+        split = None if self.is_file or self.has_usual_split else self.split
         config = None if self.is_file else self.config
         given = {"dataset_config": config, "dataset_train_split": split, "columns": dict(self.columns) or None}
         form = {} if self.form == "auto" else {"dataset_format": self.form}
