@@ -15,12 +15,14 @@ import torch
 from architectures import build_tiny
 from biased_models import bloom, llama, mamba, starcoder2
 from company import SETTINGS, Company, assert_as_alone, curves_alone
-from job_kinds import KINDS, ON_BLOOM, Config, compare, kinds_on
+from job_kinds import KINDS, ON_BLOOM, Config, compare, kinds_on, same_but_rounding
+from moe_models import build_mixture
+from noise import same_noise
 from optional import needs_bitsandbytes
 from oracle import SoloJob, StepFacts, relative_distance
 from oracle_classification import ONE_LABEL, ONE_NUMBER, SoloClassifier, data_of
 from oracle_kto import LABELLED
-from resident_jobs import DATA, PAIRS, VOCABULARY, Bank, assert_same_step, make_task
+from resident_jobs import DATA, PAIRS, VOCABULARY, Bank, assert_same_step, make_task, state_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -262,3 +264,34 @@ def test_the_oracle_of_pairs_bites() -> None:
     alone.load(weights)
     with pytest.raises(AssertionError):
         assert_same_step(found, alone.train_step())
+
+
+def mixtral() -> PreTrainedModel:
+    return build_mixture("mixtral", vocab_size=VOCABULARY)
+
+
+def test_jobs_of_all_kinds_beside_one_on_experts_equal_peft_alone_and_so_does_that_one() -> None:
+    """The attention's layers are shared; the experts' job is compared with itself alone, as tests of experts compare it
+    with PEFT."""
+    usual = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], "gradient_accumulation_steps": 1}
+    kinds = {name: {**usual, **config, "bias": "none"} for name, config in KINDS.items()}
+    experts = {
+        "lr": 1e-3,
+        "r": 4,
+        "batch_size": 3,
+        "target_parameters": ["experts.down_proj", "gate.weight"],
+        "seed": 9,
+    }
+    experts |= {"target_modules": ["q_proj"], "neftune_noise_alpha": 5.0, "gradient_accumulation_steps": 2}
+    alone = Bank(mixtral(), make_task([experts]))
+    bank = Bank(mixtral(), make_task([*kinds.values(), experts]), slots=list(range(len(kinds) + 1, 0, -1)))
+    for _ in range(2):
+        states = [state_of(bank, job) for job in bank.jobs]
+        found, expected = bank.step(), alone.step()["job-000"]
+        for job, state in zip(bank.jobs[:-1], states, strict=False):
+            solo = SoloJob(mixtral(), DATA.train, job.config)
+            solo.load(*state)
+            with same_noise(solo):
+                same_but_rounding(found[job.id], solo.train_step())
+        assert any("experts" in name for name in expected.updates)
+        assert_same_step(found[bank.jobs[-1].id], expected)
