@@ -262,7 +262,7 @@ def test_other_embeddings_are_none_of_the_tokens() -> None:
 
 
 def test_tied_embeddings_come_with_a_note() -> None:
-    (note,) = model_notes(build_tiny("smollm"), [JobConfig(target_modules=["embed_tokens"])])
+    (note,) = model_notes(build_tiny("smollm"), [JobConfig(target_modules=["embed_tokens"])], "sft")
     assert note.startswith("The output head and the embeddings of the base model are one weight")
 
 

@@ -366,10 +366,10 @@ class TestTargets:
 
     def test_a_tied_head_comes_with_a_note(self) -> None:
         on_head, elsewhere = JobConfig(target_modules=["lm_head"]), JobConfig()
-        (note,) = model_notes(build_tiny("smollm"), [elsewhere, on_head])
+        (note,) = model_notes(build_tiny("smollm"), [elsewhere, on_head], "sft")
         assert note.startswith("The output head and the embeddings of the base model are one weight")
-        assert model_notes(build_tiny("smollm"), [elsewhere]) == ()
-        assert model_notes(build_tiny("llama"), [on_head]) == ()
+        assert model_notes(build_tiny("smollm"), [elsewhere], "sft") == ()
+        assert model_notes(build_tiny("llama"), [on_head], "sft") == ()
 
 
 def test_a_name_near_it_is_suggested() -> None:

@@ -233,7 +233,7 @@ def test_it_is_written_as_elsewhere_too(key: str) -> None:
 
 
 def test_tied_weights_come_with_a_note() -> None:
-    (note,) = model_notes(build_tiny("smollm"), [JobConfig(modules_to_save=["lm_head"])])
+    (note,) = model_notes(build_tiny("smollm"), [JobConfig(modules_to_save=["lm_head"])], "sft")
     assert note.startswith("The output head and the embeddings of the base model are one weight")
     assert note.endswith("Merged with PEFT, they are two weights.")
-    assert model_notes(build_tiny("llama"), [JobConfig(modules_to_save=["lm_head"])]) == ()
+    assert model_notes(build_tiny("llama"), [JobConfig(modules_to_save=["lm_head"])], "sft") == ()
