@@ -113,6 +113,8 @@ FIXED = {
     "adam_epsilon": 1e-8,
     "use_rslora": False,
     "use_dora": False,
+    "modules_to_save": None,
+    "router_aux_loss_coef": None,
     "bias": "none",
     "init_lora_weights": "default",
     "target_parameters": None,
