@@ -274,6 +274,7 @@ def test_jobs_of_all_kinds_beside_one_on_experts_equal_peft_alone_and_so_does_th
     """The attention's layers are shared; the experts' job is compared with itself alone, as tests of experts compare it
     with PEFT."""
     usual = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], "gradient_accumulation_steps": 1}
+    usual["router_aux_loss_coef"] = 0.0  # PEFT alone adds no such loss
     kinds = {name: {**usual, **config, "bias": "none"} for name, config in KINDS.items()}
     experts = {
         "lr": 1e-3,

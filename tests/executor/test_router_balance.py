@@ -178,11 +178,11 @@ def test_memory_that_runs_out_in_a_step_changes_it_by_rounding(monkeypatch: pyte
     own, refused = bank.backbone.token_losses, []
     num_tokens = min(job.next_step_tokens for job in bank.jobs)
 
-    def token_losses(hidden_SH: torch.Tensor, targets_S: torch.Tensor) -> torch.Tensor:
+    def token_losses(hidden_SH: torch.Tensor, targets_S: torch.Tensor, *tokens: Any) -> torch.Tensor:
         if len(targets_S) > 20:
             refused.append(len(targets_S))
             raise torch.OutOfMemoryError("no memory, as the test wants it")
-        return own(hidden_SH, targets_S)
+        return own(hidden_SH, targets_S, *tokens)
 
     monkeypatch.setattr(bank.backbone, "token_losses", token_losses)
     found = bank.step()
@@ -200,11 +200,11 @@ def test_memory_that_runs_out_after_a_micro_batch_counts_nothing_twice(monkeypat
     expected = plenty.step()
     own, calls = bank.backbone.token_losses, []
 
-    def token_losses(hidden_SH: torch.Tensor, targets_S: torch.Tensor) -> torch.Tensor:
+    def token_losses(hidden_SH: torch.Tensor, targets_S: torch.Tensor, *tokens: Any) -> torch.Tensor:
         calls.append(len(targets_S))
         if len(calls) == 2:
             raise torch.OutOfMemoryError("no memory, as the test wants it")
-        return own(hidden_SH, targets_S)
+        return own(hidden_SH, targets_S, *tokens)
 
     monkeypatch.setattr(bank.backbone, "token_losses", token_losses)
     found = bank.step()

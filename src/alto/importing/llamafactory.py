@@ -222,9 +222,14 @@ def _read_masks(draft: Draft) -> None:
 
 
 def _read_adapter(draft: Draft) -> None:
-    targets: Any = draft.take("lora_target", "all")
-    names = [name.strip() for name in targets.split(",")] if isinstance(targets, str) else targets
+    names = _names(draft.take("lora_target", "all"))
     draft.put("target_modules", "all-linear" if names == ["all"] else names)
+    draft.put("modules_to_save", _names(draft.take("additional_target")))
+
+
+def _names(given: Any) -> Any:
+    """A list of modules from a text with commas; any other value as it is."""
+    return [name.strip() for name in given.split(",")] if isinstance(given, str) else given
 
 
 def _read_quantisation(draft: Draft) -> None:
