@@ -202,8 +202,8 @@ def test_with_the_real_scorer_the_jobs_train_on_as_without_it(task: alto.Task, m
     folder = Path(task.dataset).parent
     plain = alto.Engine(output_dir=folder / "plain").tune(task.replace(early_exit=kept_all, select_by="metric"))
     scored = alto.Engine(output_dir=folder / "scored").tune(task.replace(early_exit=kept_all))
-    assert [job.best_validation_loss for job in scored.jobs] == pytest.approx(
-        [job.best_validation_loss for job in plain.jobs], rel=1e-5
+    assert [job.best_validation_loss for job in scored.job_results] == pytest.approx(
+        [job.best_validation_loss for job in plain.job_results], rel=1e-5
     )
     history = read_history(scored.run_dir)
     assert [len(found.scores) for found in history.rung_scores] == [4]
