@@ -100,14 +100,16 @@ class Watched:
 
     def __init__(self, kernel: FlashKernel) -> None:
         self._kernel = kernel
-        self.calls, self.offsets = 0, set()
+        self.calls = 0
+        self.offsets: dict[int, Tensor] = {}  # by id; kept, so that no id is used twice
 
     def find(self, *_: Tensor, softcap: float | None) -> FlashKernel:
         return FlashKernel(attend=self._attend, can_cap=True)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, **settings: Any) -> Tensor:
         self.calls += 1
-        self.offsets.add(id(sequences.offsets(q.device)))
+        offsets = sequences.offsets(q.device)
+        self.offsets[id(offsets)] = offsets
         return self._kernel.attend(q, k, v, sequences, **settings)
 
 
