@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from alto.records import Lead
 from alto.records.intervals import student_quantile
+from alto.runs.configurations import repeated_configurations
 from alto.runs.history import RunHistory
 from alto.runs.job_history import JobHistory
 from alto.spec.metric import LOSS, loss_scale
@@ -19,7 +20,7 @@ def lead_of_winner(history: RunHistory) -> Lead | None:
     adapter, or the values of the rows are not known.
 
     By the score of answers where a scorer chose, else by the task's metric; both jobs stand with their best evaluation.
-    Where jobs repeat configurations, the next best one is of another configuration.
+    Where jobs repeat configurations, the next best one is the best of the next best configuration.
     """
     winner = history.best
     if history.result is None or winner is None:
@@ -31,7 +32,7 @@ def lead_of_winner(history: RunHistory) -> Lead | None:
             return None
         next_best = max(others, key=lambda score: score.score)
         return _lead(next_best.job, history.scorer, rows[winner.job], next_best.rows, ())
-    runner_up = next((job for job in history.ranked() if _competes(job, winner)), None)
+    runner_up = _runner_up(history, winner)
     if runner_up is None:
         return None
     if history.metric != LOSS:
@@ -41,10 +42,15 @@ def lead_of_winner(history: RunHistory) -> Lead | None:
     return _lead(runner_up.job, LOSS, runner_up.best_loss_rows, winner.best_loss_rows, weights)
 
 
+def _runner_up(history: RunHistory, winner: JobHistory) -> JobHistory | None:
+    """The next best job; where jobs repeat configurations, the best one of the next best configuration."""
+    of_others = [one.jobs[0] for one in repeated_configurations(history)[1:]]
+    return next((job for job in of_others or history.ranked() if _competes(job, winner)), None)
+
+
 def _competes(job: JobHistory, winner: JobHistory) -> bool:
-    is_other = job is not winner and (job.configuration is None or job.configuration != winner.configuration)
     is_finite = math.isfinite(job.best_validation_loss)
-    return is_other and is_finite and loss_scale(job.config) == loss_scale(winner.config)
+    return job is not winner and is_finite and loss_scale(job.config) == loss_scale(winner.config)
 
 
 def _lead(
