@@ -133,7 +133,7 @@ def _shrunk(default: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
     layers = [name for name in settings if NUM_LAYERS.fullmatch(name) and isinstance(settings[name], int)]
     kept = _kept_layers(settings, max((settings[name] for name in layers), default=0))
     for name, value in default.items():
-        if isinstance(value, dict) and "hidden_size" in {*value, *_SYNONYMS.intersection(value)}:
+        if isinstance(value, dict) and _SYNONYMS.intersection(value):
             settings[name] = _shrunk(value, vocabulary)
         elif name in layers:
             settings[name] = len(kept) or 2
