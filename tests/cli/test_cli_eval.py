@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 import alto
 from alto.cli import app, main
 from alto.cli.evaluate import _progress
-from alto.errors import RunError
+from alto.errors import DataError, RunError
 
 FAST = ("--max-new-tokens", "4")
 
@@ -102,7 +102,7 @@ def test_all_jobs_are_measured_at_once_and_stand_in_the_report(run: Path, tmp_pa
     assert page.count('<th scope="row">base</th>') == 1
     assert "metrics: in metrics.json beside each of the 2 adapters" in done.stdout
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    assert [line["weights"] for line in lines] == ["job-000"] * 5 + ["job-001"] * 5 + ["base"] * 5
+    assert [list(line["predictions"]) for line in lines] == [["job-000", "job-001", "base"]] * 5
 
 
 def test_jobs_of_one_call_have_the_numbers_of_a_call_each(run: Path) -> None:
@@ -155,24 +155,61 @@ def test_json_is_strict_json_and_nothing_else(run: Path) -> None:
     assert "predictions" not in facts
 
 
-def test_predictions_are_saved_one_a_line(run: Path, tmp_path: Path) -> None:
+def predictions_in(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_predictions_are_saved_a_row_a_line_with_every_adapter_and_the_base(run: Path, tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
-    done = invoke(run, "--save-predictions", path, "--metric", "exact_match", *FAST)
+    done = invoke(run, "--all-jobs", "--save-predictions", path, "--metric", "exact_match", *FAST)
     assert done.exit_code == 0, done.output
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    lines = predictions_in(path)
+    assert [line["row"] for line in lines] == [1, 2, 3, 4, 5]
     assert [line["reference"] for line in lines] == [f"#### {n}" for n in range(1, 6)]
-    assert set(lines[0]) == {"weights", "prompt", "reference", "generated", "extracted", "correct"}
-    assert sum(line["correct"] for line in lines) == evaluations(run / "best")[0]["num_correct"]
+    assert [line["prompt"] for line in lines] == [f"<|user|>{n} plus 1?<|end|><|assistant|>" for n in range(5)]
+    assert [list(line["predictions"]) for line in lines] == [["job-000", "job-001", "base"]] * 5
+    for job in ("job-000", "job-001"):
+        (own,) = evaluations(run / "jobs" / job / "best")
+        assert sum(line["predictions"][job]["score"] for line in lines) == own["num_correct"]
+        assert own["settings"]["weights"] == "adapter", "the base generates, and is not measured"
+    assert set(lines[0]["predictions"]["base"]) == {"text", "extracted", "score"}
 
 
-@pytest.mark.parametrize(
-    "options",
-    [("--metric", "loss"), ("--metric", "preference"), ("--save-predictions", "no/such/folder/answers.jsonl")],
-)
-def test_predictions_that_could_not_be_saved_are_refused_before_they_are_made(
-    run: Path, tmp_path: Path, options: tuple[str, ...]
-) -> None:
-    done = invoke(run, "--save-predictions", tmp_path / "answers.jsonl", *options)
+@pytest.mark.parametrize("form", ["text after a prompt", "pairs"])
+def test_rows_of_every_form_have_predictions(run: Path, tmp_path: Path, form: str) -> None:
+    """Their texts are those of the same prompts with final answers, and no score stands beside them."""
+    path, rows = tmp_path / "answers.jsonl", tmp_path / "rows.jsonl"
+    if form == "pairs":
+        made = [{"prompt": f"{n} plus 1?", "chosen": f"It is {n + 1}.", "rejected": "No idea."} for n in range(3)]
+    else:
+        made = [{"prompt": f"{n} plus 1?", "completion": f"It is {n + 1}."} for n in range(3)]
+    rows.write_text("".join(json.dumps(row) + "\n" for row in made), encoding="utf-8")
+    done = invoke(run, "--dataset", rows, "--save-predictions", path, *FAST)
+    assert done.exit_code == 0, done.output
+    (entry,) = evaluations(run / "best")
+    assert (entry["exact_match"], entry["settings"]["max_new_tokens"]) == (None, None)
+    assert (entry["loss"] is None) == (form == "pairs")
+    assert (entry["reward_margin"] is None) == (form != "pairs")
+    lines = predictions_in(path)
+    assert [line["reference"] for line in lines] == [f"It is {n + 1}." for n in range(3)]
+    assert invoke(run, "--save-predictions", path, "--metric", "exact_match", *FAST).exit_code == 0
+    judged = predictions_in(path)
+    for line, other in zip(lines, judged, strict=False):
+        texts = {name: found["text"] for name, found in other["predictions"].items()}
+        assert line["predictions"] == {name: {"text": text} for name, text in texts.items()}
+
+
+def test_rows_without_a_prompt_have_no_predictions_and_say_so(run: Path, tmp_path: Path) -> None:
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text('{"text": "plain"}\n' * 2, encoding="utf-8")
+    done = invoke(run, "--dataset", texts, "--save-predictions", tmp_path / "answers.jsonl")
+    assert isinstance(done.exception, DataError)
+    assert str(done.exception).startswith("predictions: row 1: expected a reply in text after a prompt, found none")
+    assert not (tmp_path / "answers.jsonl").exists()
+
+
+def test_predictions_that_could_not_be_saved_are_refused_before_they_are_made(run: Path) -> None:
+    done = invoke(run, "--save-predictions", "no/such/folder/answers.jsonl")
     assert done.exit_code == 2
     assert "expected" in done.stderr
     assert "evaluations" not in (run / "best" / "metrics.json").read_text()

@@ -93,6 +93,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         folder,
         validation_dataset=str(answers),
         select_by="eval_accuracy",
+        num_samples=1,
+        sample_max_new_tokens=4,
         model=str(save_model(folder / "model")),
         search_space={"lr": [1e-3, 3e-3, 1e-2]},
         early_exit={"rungs": [[0.4, 0.5]], "detect_overfitting": False},

@@ -304,3 +304,18 @@ def test_gsm8k_goes_through(adapter: SavedAdapter) -> None:
     assert len(gsm8k.rows) == 1319
     found = run(adapter, gsm8k, limit=4)
     assert (of_mine(found).num_rows, of_mine(found).num_correct) == (4, 0)
+
+
+def test_predictions_are_generated_where_no_metric_needs_them(adapter: SavedAdapter, rows: HeldoutRows) -> None:
+    plain = dataclasses.replace(rows, rows=[(row[0], Message("assistant", "Five.")) for row in rows.rows[:2]])
+    found = run(adapter, plain, predictions=True, max_new_tokens=12)
+    exact = run(adapter, rows, limit=2, baseline=True, max_new_tokens=12)
+    assert (of_mine(found).exact_match, of_mine(found).num_correct, found.baseline) == (None, None, None)
+    assert of_mine(found).settings["max_new_tokens"] is None
+    assert [(one.weights, one.row, one.generated) for one in found.predictions] == [
+        (one.weights, one.row, one.generated) for one in exact.predictions
+    ]
+    assert [one.weights for one in found.predictions] == ["mine", "mine", "base", "base"]
+    assert {(one.extracted, one.correct) for one in found.predictions} == {(None, None)}
+    assert [one.reference for one in found.predictions] == ["Five."] * 4
+    assert found.adapters[0].evaluation.loss == pytest.approx(of_mine(run(adapter, plain)).loss, rel=1e-6)

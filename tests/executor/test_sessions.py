@@ -14,10 +14,11 @@ from company import SETTINGS, Company, Curves, assert_as_alone, curves, curves_a
 from resident_jobs import DATA, make_task
 
 from alto.errors import RunWriteError, TaskInterruptedError
+from alto.evaluation.adapter import loaded_adapters
 from alto.executor import Hooks, JobState, Trainer
-from alto.lora import eject
+from alto.lora import eject, read_saved_adapter
 from alto.objectives import Terms
-from alto.records import AdapterCheck
+from alto.records import AdapterCheck, Samples
 
 
 def exits(folder: Path) -> list[tuple[str, str | None]]:
@@ -282,19 +283,32 @@ def test_the_share_in_the_journal_is_of_the_tokens_that_were_trained(tmp_path: P
         assert all(received[name])
 
 
-def test_what_is_done_at_the_end_of_a_task_takes_no_adapter_from_the_others(tmp_path: Path, alone: Curves) -> None:
+@pytest.mark.parametrize("hook", ["check", "generate"])
+def test_what_is_done_at_the_end_of_a_task_takes_no_adapter_from_the_others(
+    tmp_path: Path, alone: Curves, hook: str
+) -> None:
     """Finished adapters are served, or checked, on the same base."""
+    asked: list[Sequence[str]] = []
 
     def check(folder: Path) -> AdapterCheck:
         eject(company.backbone.model)
+        asked.append([])
         return AdapterCheck(status="equal")
 
+    def generate(adapters: Mapping[str, Path], on_turn: Callable[[], None]) -> Samples:
+        with loaded_adapters(company.backbone, [None, *map(read_saved_adapter, adapters.values())], "unused"):
+            asked.append(list(adapters))
+        return Samples()
+
     with Company(tmp_path) as company:
-        company.attach("birch", *tasks()["birch"], hooks=Hooks(check=check))
+        company.attach(
+            "birch", *tasks()["birch"], hooks=Hooks(check=check) if hook == "check" else Hooks(generate=generate)
+        )
         company.attach("cedar", *tasks()["cedar"])
         company.turn(1)
         company.finish()
     assert list(company.ended) == ["birch", "cedar"]
+    assert asked == [[] if hook == "check" else ["job-000"]]
     assert_as_alone(tmp_path, ("birch", "cedar"), alone)
 
 

@@ -150,3 +150,36 @@ def test_how_to_continue_is_said_of_tasks_that_are_not_finished_alone(interrupte
 def test_thin_bars_are_called_the_first_plan_of_each_task(interrupted_queue, page_of):
     page = page_of(interrupted_queue)
     assert "thin bars are where the first plan that holds a task has placed it" in page
+
+
+def test_each_task_has_its_winner_and_what_it_saved(interrupted_queue, page_of, small_run, tmp_path):
+    for name, events in (("a", small_run), ("b", small_run[:11])):
+        folder = tmp_path / "tasks" / name
+        folder.mkdir(parents=True)
+        (folder / "journal.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    page = page_of(interrupted_queue)
+    assert '<td class="winner">d<span class="detail">lr 2e-4 · r 8</span></td>' in page
+    assert '<td class="number">57.5 %</td>' in page, "of the task a: 2,300 of 4,000"
+    rows = {row.task.task: row for row in _context(QueueHistory.of(entries(interrupted_queue)), tmp_path)["rows"]}
+    assert (rows["a"].winner, rows["b"].winner, rows["c"].winner) == ("d", "b", "")
+    assert (rows["c"].saved_share, rows["c"].hours) == (None, None)
+
+
+def test_savings_of_all_tasks_are_added(interrupted_queue, small_run, tmp_path, monkeypatch):
+    monkeypatch.delenv("ALTO_GPU_HOUR_PRICE", raising=False)
+    for name in "ab":
+        folder = tmp_path / "tasks" / name
+        folder.mkdir(parents=True)
+        (folder / "journal.jsonl").write_text("".join(json.dumps(event) + "\n" for event in small_run))
+    queue = QueueHistory.of(entries(interrupted_queue))
+    found = _context(queue, tmp_path)["savings"]
+    assert (found.samples_trained, found.samples_budgeted, found.share) == (3400, 8000, 0.575)
+    # Each took 24 seconds for 1,700 samples, and saved 2,300.
+    assert found.saved_h == pytest.approx(2 * 24 / 3600 * 2300 / 1700)
+    assert found.cost is None
+    assert _context(queue, tmp_path, 3600.0)["savings"].cost == pytest.approx(2 * 24 * 2300 / 1700)
+
+
+def test_a_queue_whose_tasks_have_not_begun_has_saved_nothing(interrupted_queue, page_of, tmp_path):
+    assert _context(QueueHistory.of(entries(interrupted_queue)), tmp_path)["savings"] is None
+    assert "nothing was trained yet" in page_of(interrupted_queue)

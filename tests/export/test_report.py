@@ -2,52 +2,12 @@ from __future__ import annotations
 
 import json
 import math
-from html.parser import HTMLParser
 
 import pytest
+from html_pages import HOSTILE, Page
 
 from alto.errors import RunError, RunNotFoundError
 from alto.export.report import write_report
-
-HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>{{ 7 * 7 }}"
-FETCHING = {"src", "href", "srcset", "data", "action", "poster", "background"}
-
-
-class Page(HTMLParser):
-    """What a browser would see: tags, attributes that fetch, text outside scripts, and the scripts."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.fetched: list[str] = []
-        self.text = ""
-        self.scripts: list[str] = []
-        self.policy = ""
-        self._inside = ""
-        self.feed(html)
-        self.close()
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.fetched += [value for name, value in attrs if name in FETCHING]
-        if ("http-equiv", "Content-Security-Policy") in attrs:
-            self.policy = dict(attrs)["content"]
-        if tag in ("script", "style"):
-            self._inside = tag
-            self.scripts += [""] if tag == "script" else []
-
-    def handle_endtag(self, tag):
-        self._inside = "" if tag == self._inside else self._inside
-
-    def handle_data(self, data):
-        if self._inside == "script":
-            self.scripts[-1] += data
-        elif not self._inside:
-            self.text += data
-
-    @property
-    def figures(self):
-        return json.loads(self.scripts[1])
 
 
 @pytest.fixture
@@ -251,7 +211,8 @@ def test_damaged_metrics_are_an_error_that_names_the_file(small_run, write_run, 
 def test_importance_needs_enough_jobs(small_run, sweep, page_of):
     assert "at least 8 jobs with a finite loss" in page_of(small_run).text
     text = page_of(sweep).text
-    assert "between 60 jobs each setting explains alone" in text
+    assert "after 10 % of the steps, 60 jobs" in text
+    assert "at the end, 60 jobs" in text
     assert "1e-4 to 2e-3" in text
 
 

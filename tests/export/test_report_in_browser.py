@@ -111,3 +111,34 @@ def test_labels_of_rungs_are_above_the_plot_area_on_their_lines(small_run, open_
         line = page.locator("#validation .shapelayer path").first.bounding_box()
         assert box["y"] + box["height"] <= plot["y"] + 1
         assert abs(box["x"] + box["width"] / 2 - line["x"]) < 2
+
+
+def test_learning_rates_are_drawn_at_both_moments(small_run, open_report):
+    page = open_report(small_run)
+    points = "#rates .scatterlayer .point"
+    assert page.locator(points).count() == 3
+    title = page.locator("#rates .ytitle")
+    assert title.text_content() == "validation loss after 10 % of the steps"
+    page.get_by_role("button", name="at its best").click()
+    assert title.text_content() == "validation loss at its best"
+    assert page.locator(points).count() == 3
+    assert page.locator("#rates .xtick text").all_text_contents() == ["1e-5", "2e-4", "0.01"]
+
+
+def test_columns_that_a_narrow_window_hides_are_hinted_at(small_run, open_report):
+    wide = open_report(small_run)
+    assert wide.locator(".hint:visible").count() == 0
+    narrow = open_report(small_run, width=420)
+    hints = narrow.locator(".hint:visible").all_text_contents()
+    assert "Some columns are hidden: scroll sideways →" in hints
+    assert "A part of the figure is hidden: scroll sideways →" in hints
+    assert narrow.evaluate("document.documentElement.scrollWidth") <= 420
+
+
+def test_a_button_copies_the_configuration(small_run, open_report):
+    page = open_report(small_run)
+    button = page.locator("[data-copy=configuration]")
+    button.click()
+    assert button.inner_text() == "Copied"
+    selected = page.evaluate("getSelection().toString()")
+    assert selected.startswith("model: alto-tiny\nmethod: sft\nlearning_rate: 0.0002\n")

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import html.parser
 import io
+import json
 import math
 from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
+from typer.testing import CliRunner
 
 import alto
+from alto.cli import app
 from alto.errors import NoResultError, RunNotFoundError, UnsupportedError
 from alto.runs import RunDir
 from alto.spec import EarlyExit
@@ -138,6 +141,13 @@ def test_two_runs_side_by_side(result: alto.TaskResult, tmp_path: Path) -> None:
     Console(file=shown, width=140).print(compared)
     assert "validation loss" in shown.getvalue()
     assert "cannot be compared" not in shown.getvalue()
+    page = tmp_path / "page.html"
+    done = CliRunner().invoke(app, ["compare", result.run_dir, other.run_dir, "--html", str(page)])
+    assert done.exit_code == 0, done.output
+    assert done.stdout.endswith(f"page: {page}\n")
+    assert f"{other.best_validation_loss:.4f}" in page.read_text(encoding="utf-8")
+    facts = json.loads(CliRunner().invoke(app, ["compare", result.run_dir, other.run_dir, "--json"]).stdout)
+    assert facts["facts"]["jobs"] == [4, 1]
 
 
 def test_runs_on_other_rows_are_said_not_to_compare(result: alto.TaskResult, tmp_path: Path) -> None:
@@ -223,3 +233,8 @@ def test_repeated_configurations_have_a_mean_and_the_best_mean_wins(tmp_path: Pa
 def test_without_repetitions_there_are_no_configurations_to_rank(result: alto.TaskResult) -> None:
     assert result.configurations.empty
     assert not any("seeds" in note for note in result.notes)
+
+
+def test_samples_are_empty_where_none_were_asked_for(result: alto.TaskResult) -> None:
+    assert result.samples.empty
+    assert list(result.samples.columns) == ["prompt", "reference", "base"]

@@ -48,6 +48,8 @@ def test_defaults():
         "metric": "loss",
         "select_by": "metric",
         "num_finalists": 4,
+        "num_samples": 0,
+        "sample_max_new_tokens": 128,
         "repeat_by": "seed",
         "num_gpus": 1,
         "priority": 0,

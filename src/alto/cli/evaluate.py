@@ -7,7 +7,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -66,14 +66,17 @@ def evaluate(
     save_predictions: Annotated[
         Path | None,
         typer.Option(
-            "--save-predictions", metavar="FILE", help="Write every answer there (JSON lines).", callback=reachable
+            "--save-predictions",
+            metavar="FILE",
+            help="Generate an answer to every row, by the base model too, and write them there (a JSON line a row).",
+            callback=reachable,
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON and nothing else.")] = False,
 ) -> None:
     """Measure adapters on rows they were not trained on; the numbers go to the metrics.json of each."""
     if save_predictions is not None:
-        _check_file(save_predictions, metric)
+        _check_file(save_predictions)
     adapters = targets or [run_to_evaluate()]
     from alto.engine import Engine
 
@@ -90,6 +93,7 @@ def evaluate(
             max_new_tokens=max_new_tokens,
             limit=limit,
             baseline=baseline,
+            predictions=save_predictions is not None,
             backend=backend,
             trust_remote_code=trust_remote_code,
             on_progress=on_progress,
@@ -111,10 +115,8 @@ def evaluate(
     console.print(f"metrics: {where}", soft_wrap=True, highlight=False, markup=False)
 
 
-def _check_file(path: Path, metric: str) -> None:
+def _check_file(path: Path) -> None:
     """Check that predictions can be saved, before they are made."""
-    if metric in ("loss", "preference"):
-        raise typer.BadParameter(f"expected answers to save, found --metric {metric}, which makes none; leave one out")
     if not path.parent.is_dir() or path.is_dir():
         raise typer.BadParameter(f"expected a file in a folder that exists, found {str(path)!r}; make the folder first")
 
@@ -138,14 +140,29 @@ def _progress(console: Console, *, silent: bool) -> Iterator[Callable[[str, int,
 
 
 def _write(path: Path, predictions: Sequence[Prediction]) -> None:
-    lines = [json.dumps(dataclasses.asdict(prediction), ensure_ascii=False) + "\n" for prediction in predictions]
+    """Write a line for every row, with the answers of all weights."""
+    rows: dict[int, dict[str, Any]] = {}
+    for one in predictions:
+        line = rows.setdefault(
+            one.row, {"row": one.row, "prompt": one.prompt, "reference": one.reference, "predictions": {}}
+        )
+        line["predictions"][one.weights] = {"text": one.generated, **_score(one)}
     try:
-        path.write_text("".join(lines), encoding="utf-8")
+        path.write_text(
+            "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in rows.values()), encoding="utf-8"
+        )
     except OSError as error:
         raise RunWriteError(
             f"save-predictions: expected a file that can be written, found that {path} cannot ({error.strerror}); "
             "choose another; the numbers are in metrics.json"
         ) from error
+
+
+def _score(prediction: Prediction) -> dict[str, Any]:
+    """What exact match found; nothing where it was not measured."""
+    if prediction.correct is None:
+        return {}
+    return {"extracted": prediction.extracted, "score": float(prediction.correct)}
 
 
 def _table(result: EvaluationResult) -> Table:

@@ -13,6 +13,7 @@ from alto.cli.completion import complete_task_key
 from alto.cli.options import Strategy
 from alto.cli.output import print_json
 from alto.records import TaskPlan
+from alto.runs.device_hours import price_of_hour
 from alto.spec import load_task
 
 __all__ = ["plan"]
@@ -27,7 +28,12 @@ def plan(
         ),
     ] = None,
     gpu_hour_price: Annotated[
-        float | None, typer.Option("--gpu-hour-price", min=0, help="Price of an hour of the device, for the cost.")
+        float | None,
+        typer.Option(
+            "--gpu-hour-price",
+            min=0,
+            help="Price of an hour of the device, for the cost; else that of $ALTO_GPU_HOUR_PRICE, or of the budget.",
+        ),
     ] = None,
     refresh: Annotated[
         bool, typer.Option("--refresh", help="Measure again, even where a measurement is cached.")
@@ -49,9 +55,10 @@ def plan(
     facts = []
     for task in tasks:
         found = engine.plan(task, refresh=refresh)
-        facts.append(_facts(found, gpu_hour_price))
+        price = price_of_hour(gpu_hour_price, task.search.budget.gpu_hour_price)
+        facts.append(_facts(found, price))
         if not as_json:
-            console.print(plan_text(found, price_per_hour=gpu_hour_price))
+            console.print(plan_text(found, price_per_hour=price))
     schedule = engine.schedule(tasks, method=method, refresh=refresh) if len(tasks) > 1 else None
     if as_json:
         print_json({"tasks": facts, "schedule": dataclasses.asdict(schedule) if schedule is not None else None})

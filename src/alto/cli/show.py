@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -149,6 +150,8 @@ def _facts(run: RunDir, history: RunHistory, *, is_live: bool, now: float) -> di
             }
             for scored in history.rung_scores
         ],
+        "samples": [dataclasses.asdict(sample) for sample in history.samples],
+        "sampling_failure": history.sampling_failure or None,
         "done": share_done(history),
         "decided": history.decided_share,
         **_outlook(history, is_live=is_live and history.result is None, now=now),

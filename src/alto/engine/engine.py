@@ -207,6 +207,7 @@ class Engine:
         max_new_tokens: int = 512,
         limit: int | None = None,
         baseline: bool = False,
+        predictions: bool = False,
         backend: GenerationBackend = "alto",
         trust_remote_code: bool = False,
         on_progress: OnProgress | None = None,
@@ -219,7 +220,8 @@ class Engine:
             jobs, all_jobs: Of one run, these jobs or all, whose best adapters are meant then.
             dataset: Where the rows are; None takes those that the run's task holds out.
             base: The base model, where it is not to be found under the name that the adapters give.
-            metric, batch_size, max_new_tokens, limit, baseline, backend: As in :class:`EvaluationSettings`.
+            metric, batch_size, max_new_tokens, limit, baseline, predictions, backend: As in
+                :class:`EvaluationSettings`.
             trust_remote_code: Allow the Python code that comes with the base model: of a run where its task asks for
                 it, of adapters alone where transformers has none for the model.
             on_progress: Called with the name of the measurement, its finished rows and all its rows; None: not called.
@@ -239,6 +241,7 @@ class Engine:
             max_new_tokens=max_new_tokens,
             limit=limit,
             baseline=baseline,
+            predictions=predictions,
             backend=backend,
         )
         paths = [targets] if isinstance(targets, str | Path) else list(targets)

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from alto.backbone import SHIPPED_MODELS, Backbone, base_fingerprint, limits_of, loading_class, resolve_model
-from alto.data import read_task_rows
+from alto.data import ReadRows, read_task_rows
 from alto.engine.resident_base import ResidentBase
 from alto.errors import AltoError, RunWriteError
-from alto.evaluation import FinalistJudge, PeftCheck
+from alto.evaluation import FinalistJudge, PeftCheck, Sampler
 from alto.executor import (
     Hooks,
     Ranks,
@@ -183,7 +183,8 @@ class TaskRunner:
         scoring = task.select_by
         judge = None if scoring == "metric" else FinalistJudge(rows.validation, backbone, task.model, scoring)
         context = TaskContext.of(resolve_rungs(task, len(data.train)), backbone, data, self.ranks)
-        return _Prepared(trackers=trackers, context=context, judge=judge, base=base)
+        sampler = _sampler(task, rows, backbone)
+        return _Prepared(trackers=trackers, context=context, judge=judge, sampler=sampler, base=base)
 
     def _checked_base(self, task: Task, backbone: Backbone, resume_state: ResumeState) -> BaseDescription:
         """Fingerprint and precision of the base model, checked against those that the run began with."""
@@ -246,6 +247,7 @@ class TaskRunner:
         return Hooks(
             is_interrupted=self._is_interrupted,
             judge=prepared.judge,
+            generate=prepared.sampler,
             check=PeftCheck(prepared.context.backbone, num_ranks=self.ranks.size),
         )
 
@@ -325,14 +327,26 @@ class OpenRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Prepared:
-    """A task that is ready to run; ``judge`` is None where no answers choose the winner, ``base`` where there will be
-    no run, ``forecast`` where nothing was measured for it."""
+    """A task that is ready to run; ``judge`` is None where no answers choose the winner, ``sampler`` where it asks for
+    no samples, ``base`` where there will be no run, ``forecast`` where nothing was measured for it."""
 
     trackers: Mapping[str, Tracker]
     context: TaskContext
     judge: FinalistJudge | None
+    sampler: Sampler | None
     base: BaseDescription | None
     forecast: TaskPlan | None = None
+
+
+def _sampler(task: Task, rows: ReadRows, backbone: Backbone) -> Sampler | None:
+    """Generates the samples that ``task`` asks for; None where it asks for none.
+
+    Raises:
+        DataError: No validation row has a prompt and a reply.
+    """
+    if not task.num_samples:
+        return None
+    return Sampler(rows.validation, backbone, num_samples=task.num_samples, max_new_tokens=task.sample_max_new_tokens)
 
 
 def portable(task: Task) -> Task:

@@ -1,9 +1,10 @@
-"""Evaluates adapters on held-out rows: loss, exact match, preference."""
+"""Evaluates adapters on held-out rows: loss, exact match, preference, samples of generations."""
 
 from alto.evaluation.finalists import FinalistJudge
 from alto.evaluation.measure import OnProgress, measure
 from alto.evaluation.metrics_file import add_evaluation, check_metrics
 from alto.evaluation.peft_check import PeftCheck
+from alto.evaluation.samples import Sampler
 from alto.evaluation.settings import EvaluationSettings
 from alto.evaluation.target import EvaluationTarget, adapter_folder, find_target
 
@@ -13,6 +14,7 @@ __all__ = [
     "FinalistJudge",
     "OnProgress",
     "PeftCheck",
+    "Sampler",
     "adapter_folder",
     "add_evaluation",
     "check_metrics",

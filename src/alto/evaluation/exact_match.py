@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from alto.data import Conversation, encode_prompt
-from alto.errors import DataError
-from alto.evaluation.answers import final_answer, reference_answers, reply_position
+from alto.data import Conversation, LabelledText, Pair
+from alto.evaluation.answers import final_answer, reference_answers
+from alto.evaluation.prompts import prompts_of
 from alto.records import Prediction
 
-__all__ = ["Question", "judge_texts", "make_prompts", "make_questions"]
+__all__ = ["Question", "judge_texts", "make_questions", "open_questions"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,12 +21,12 @@ class Question:
     Attributes:
         prompt_ids: Token ids of the prompt.
         reference: Text of the reference reply.
-        answer: Final answer of the reference.
+        answer: Final answer of the reference; None where answers are not compared with it.
     """
 
     prompt_ids: tuple[int, ...]
     reference: str
-    answer: str
+    answer: str | None
 
 
 def make_questions(conversations: Sequence[Conversation], tokenizer: Any) -> list[Question]:
@@ -36,35 +36,28 @@ def make_questions(conversations: Sequence[Conversation], tokenizer: Any) -> lis
         DataError: A row has no final answer, or no prompt.
     """
     answers = reference_answers(conversations)
-    prompts = make_prompts(conversations, tokenizer)
     return [
-        Question(prompt_ids=ids, reference=reference, answer=answer)
-        for (ids, reference), answer in zip(prompts, answers, strict=True)
+        Question(prompt_ids=prompt.ids, reference=prompt.reference, answer=answer)
+        for prompt, answer in zip(prompts_of(conversations, tokenizer), answers, strict=True)
     ]
 
 
-def make_prompts(conversations: Sequence[Conversation], tokenizer: Any) -> list[tuple[tuple[int, ...], str]]:
-    """Of every row with a reply, the token ids up to its last reply, and the text of that reply.
+def open_questions(rows: Sequence[Conversation | Pair | LabelledText], tokenizer: Any) -> list[Question]:
+    """The same of rows whose references need no final answer.
 
     Raises:
-        DataError: A row has no prompt.
+        DataError: A row has no prompt, or no reply in text.
     """
-    prompts = []
-    for number, conversation in enumerate(conversations, start=1):
-        position = reply_position(conversation)
-        assert position is not None, "the row has a reply"
-        try:
-            ids = encode_prompt(conversation[:position], tokenizer)
-        except DataError as error:
-            raise DataError(f"row {number}: {error}") from error
-        prompts.append((tuple(ids), conversation[position].content))
-    return prompts
+    return [
+        Question(prompt_ids=prompt.ids, reference=prompt.reference, answer=None)
+        for prompt in prompts_of(rows, tokenizer)
+    ]
 
 
 def judge_texts(
     questions: Sequence[Question], texts: Sequence[Sequence[int]], tokenizer: Any, *, weights: str
 ) -> list[Prediction]:
-    """Compare the answers of a model with the references.
+    """Compare the answers of a model with the references, where these have final answers.
 
     Args:
         questions: The questions.
@@ -73,17 +66,18 @@ def judge_texts(
         weights: Name of the adapter, or of the base model, that wrote them.
     """
     predictions = []
-    for question, text in zip(questions, texts, strict=True):
+    for row, (question, text) in enumerate(zip(questions, texts, strict=True), start=1):
         generated = tokenizer.decode(text, skip_special_tokens=True)
-        extracted = final_answer(generated)
+        extracted = None if question.answer is None else final_answer(generated)
         predictions.append(
             Prediction(
                 weights=weights,
+                row=row,
                 prompt=tokenizer.decode(question.prompt_ids),
                 reference=question.reference,
                 generated=generated,
                 extracted=extracted,
-                correct=extracted == question.answer,
+                correct=None if question.answer is None else extracted == question.answer,
             )
         )
     return predictions

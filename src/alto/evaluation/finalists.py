@@ -10,10 +10,11 @@ import torch
 
 from alto.backbone import Backbone, is_out_of_memory, release_memory
 from alto.data import Conversation, LabelledText, Pair
-from alto.errors import AltoError, DataError, DeviceMemoryError
+from alto.errors import DataError, DeviceMemoryError
 from alto.evaluation.adapter import loaded_adapters
 from alto.evaluation.answers import has_final_answers, reply_position
 from alto.evaluation.choices import Choices, options_of
+from alto.evaluation.guarded import Guard, failure_text
 from alto.evaluation.http_scorer import HttpScorer
 from alto.evaluation.python_scorer import PythonScorer
 from alto.evaluation.scorers import ExactMatch, OnTurn, Scorer, ScorerFailedError
@@ -29,8 +30,6 @@ EVAL_ACCURACY = "eval_accuracy"
 
 _MAX_ADAPTERS = 16
 """Adapters on the base at a time; halved each time that memory runs out."""
-
-_MAX_REASON_CHARS = 500
 
 _MAX_SCORE = 1e100
 """Largest score of a row, of either sign: means and intervals of larger ones may not be finite."""
@@ -84,13 +83,13 @@ class FinalistJudge:
             finalists: Adapter folders by job.
             on_turn: Called regularly; what it raises is raised.
         """
-        guard = _Guard(on_turn)
+        guard = Guard(on_turn)
         try:
             rows = self._rows(finalists, guard)
         except Exception as error:
             if error is guard.raised or isinstance(error, torch.AcceleratorError):
                 raise
-            return Judgement(scorer=self._name, failure=_reason(error))
+            return Judgement(scorer=self._name, failure=failure_text(error))
         return Judgement(scorer=self._name, rows=rows)
 
     def _rows(self, finalists: Mapping[str, Path], on_turn: OnTurn) -> dict[str, tuple[float, ...]]:
@@ -120,21 +119,6 @@ class FinalistJudge:
             if abs(largest := max(of_job, key=abs)) > _MAX_SCORE:
                 raise ScorerFailedError(f"expected scores from {-_MAX_SCORE:g} to {_MAX_SCORE:g}, found {largest:g}")
         return [tuple(float(f"{score:.6g}") for score in of_job) for of_job in scores]
-
-
-class _Guard:
-    """Calls a function, and remembers what it raises."""
-
-    def __init__(self, on_turn: OnTurn) -> None:
-        self._on_turn = on_turn
-        self.raised: BaseException | None = None
-
-    def __call__(self) -> None:
-        try:
-            self._on_turn()
-        except BaseException as error:
-            self.raised = error
-            raise
 
 
 def _usable(rows: Sequence[Conversation | Pair | LabelledText], scoring: Scoring, name: str) -> list[Conversation]:
@@ -170,10 +154,3 @@ def _scorer(scoring: Scoring) -> Scorer:
     if scoring.scorer == "http":
         return HttpScorer(scoring)
     return ExactMatch()
-
-
-def _reason(error: Exception) -> str:
-    """Why there are no scores, in one line."""
-    text = str(error) if isinstance(error, AltoError | ScorerFailedError) else f"{type(error).__name__}: {error}"
-    text = " ".join(text.split())
-    return text if len(text) <= _MAX_REASON_CHARS else text[: _MAX_REASON_CHARS - 1] + "…"

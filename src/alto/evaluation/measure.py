@@ -15,7 +15,7 @@ from alto.data import Conversation, EncodedDataset, HeldoutRows, LabelledText, P
 from alto.errors import DataError, DeviceMemoryError, SpecError
 from alto.evaluation.adapter import loaded_adapters
 from alto.evaluation.answers import has_final_answers
-from alto.evaluation.exact_match import Question, judge_texts, make_questions
+from alto.evaluation.exact_match import Question, judge_texts, make_questions, open_questions
 from alto.evaluation.generate import check_prompts, complete, max_positions
 from alto.evaluation.loss import heldout_losses, reply_log_probs
 from alto.evaluation.settings import EvaluationSettings
@@ -70,7 +70,7 @@ def measure(
         raise DataError(f"dataset: expected at least one row to measure on, found none in {rows.name}; name other rows")
     metrics = _metrics(conversations, rows.name, settings)
     tokenizer = load_tokenizer(base)
-    questions = _questions(conversations, tokenizer) if "exact_match" in metrics else []  # before the model is loaded
+    questions = _questions(chosen, conversations, metrics, settings, tokenizer)  # before the model is loaded
     bench = _Bench(adapters, base, device, settings, on_progress)
     if settings.backend == "vllm":
         found = _Found(texts=bench.texts_of_vllm(questions, tokenizer))
@@ -85,18 +85,21 @@ def measure(
                 f"less; name fewer adapters at a time, or load the base with {LOAD_IN_4BIT} in the run's task.yaml"
             ) from error
 
-    evaluations, predictions = {}, []
+    judged = {
+        name: judge_texts(questions, texts, tokenizer, weights=name)
+        for name, texts in zip(bench.names_of_texts, found.texts, strict=bool(found.texts))
+    }
+    is_judged = "exact_match" in metrics
+    evaluations = {}
     for slot, name in enumerate(bench.names):
-        judged = judge_texts(questions, found.texts[slot], tokenizer, weights=name) if found.texts else []
-        num_correct = sum(prediction.correct for prediction in judged)
+        num_correct = sum(prediction.correct is True for prediction in judged[name]) if is_judged else None
         accuracy, margin = found.preferences[slot] if found.preferences else (None, None)
-        predictions += judged
         evaluations[name] = Evaluation(
             dataset=rows.name,
             num_rows=found.num_pairs or len(chosen),
             loss=found.losses[slot] if found.losses else None,
-            exact_match=num_correct / len(judged) if judged else None,
-            num_correct=num_correct if judged else None,
+            exact_match=None if num_correct is None else num_correct / len(questions),
+            num_correct=num_correct,
             reward_accuracy=accuracy,
             reward_margin=margin,
             settings={
@@ -105,9 +108,9 @@ def measure(
                 "dtype": found.dtype or base.dtype,
                 "limit": settings.limit,
                 "max_length": found.max_length,
-                "max_new_tokens": settings.max_new_tokens if judged else None,
+                "max_new_tokens": settings.max_new_tokens if is_judged else None,
                 # The default backend is left out, as earlier versions do.
-                **({"backend": settings.backend} if judged and settings.backend != "alto" else {}),
+                **({"backend": settings.backend} if is_judged and settings.backend != "alto" else {}),
                 **{key: True for key, is_asked in quantisation_keys(base.quantisation).items() if is_asked},
             },
             date=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -118,7 +121,7 @@ def measure(
             for name, adapter in adapters.items()
         ),
         baseline=evaluations.get(BASE) if settings.baseline else None,
-        predictions=tuple(predictions),
+        predictions=tuple(prediction for of_one in judged.values() for prediction in of_one),
     )
 
 
@@ -141,7 +144,12 @@ class _Found:
 
 
 class _Bench:
-    """What to measure, on which rows, and how progress is reported."""
+    """What to measure, on which rows, and how progress is reported.
+
+    Attributes:
+        names: Weights that are measured.
+        names_of_texts: Weights that generate texts: where predictions are asked for, the base model too.
+    """
 
     def __init__(
         self,
@@ -152,11 +160,15 @@ class _Bench:
         on_progress: OnProgress | None,
     ) -> None:
         self.names = [*adapters, *([BASE] if settings.baseline else [])]
-        self._adapters: list[SavedAdapter | None] = [*adapters.values(), *([None] if settings.baseline else [])]
+        self.names_of_texts = [*adapters, *([BASE] if settings.baseline or settings.predictions else [])]
+        self._adapters = adapters
         self._base = base
         self._device = device
         self._settings = settings
         self._on_progress = on_progress
+
+    def _slots(self, names: Sequence[str]) -> list[SavedAdapter | None]:
+        return [self._adapters.get(name) for name in names]
 
     def measure(
         self,
@@ -166,14 +178,14 @@ class _Bench:
         max_tokens_per_pass: int,
         max_length: int | None,
     ) -> _Found:
-        """``metrics`` of all adapters, by ALTO itself."""
+        """``metrics`` of all adapters, and their answers to ``questions``, by ALTO itself."""
         backbone = load_backbone(self._base, device=self._device)
         limit = max_positions(backbone)
-        prompts = [question.prompt_ids for question in questions]
         try:
-            check_prompts(prompts, limit)
+            check_prompts([question.prompt_ids for question in questions], limit)
         except DataError as error:
-            raise DataError(f"exact_match: {error}") from error
+            what = "exact_match" if "exact_match" in metrics else "predictions"
+            raise DataError(f"{what}: {error}") from error
         limits = limits_of(backbone.model.config)
         max_length = min(max_length or limit or sys.maxsize, limits.max_positions or sys.maxsize)
         dataset = None
@@ -181,47 +193,52 @@ class _Bench:
             dataset = encode_rows(
                 rows.rows, backbone.tokenizer, max_length, "held-out", limits=limits, train_on=rows.train_on
             )
-        # Rewards are log-ratios to the base model, which has the slot after the adapters.
-        slots = [*self._adapters, None] if "preference" in metrics else self._adapters
         losses: Sequence[float] = ()
         preferences: Sequence[tuple[float, float]] = ()
-        texts: Sequence[Sequence[Sequence[int]]] = ()
-        with loaded_adapters(backbone, slots, self._base.id) as served:
-            if dataset is not None and "loss" in metrics:
+        if dataset is not None and "loss" in metrics:
+            with loaded_adapters(backbone, self._slots(self.names), self._base.id) as served:
                 losses = heldout_losses(
                     backbone,
                     served,
                     dataset,
                     names=self.names,
                     max_tokens_per_pass=max_tokens_per_pass,
-                    on_done=self._counter("loss", len(dataset) * len(slots)),
+                    on_done=self._counter("loss", len(dataset) * len(served)),
                 )
-            if dataset is not None and "preference" in metrics:
+        if dataset is not None and "preference" in metrics:
+            # Rewards are log-ratios to the base model, which has the slot after the adapters.
+            with loaded_adapters(backbone, self._slots([*self.names, BASE]), self._base.id) as served:
                 preferences = self._preferences(backbone, served, dataset, max_tokens_per_pass)
-            if questions:
-                texts = complete(
-                    backbone,
-                    served,
-                    prompts,
-                    max_new_tokens=self._settings.max_new_tokens,
-                    batch_size=self._settings.batch_size,
-                    on_done=self._counter("answers", len(questions) * len(slots)),
-                )
         return _Found(
             losses=losses,
-            texts=texts,
+            texts=self._texts(backbone, questions) if questions else (),
             preferences=preferences,
             num_pairs=len(dataset) if dataset is not None and preferences else None,
             max_length=max_length if dataset is not None and max_length < sys.maxsize else None,
             dtype=str(backbone.dtype).removeprefix("torch."),
         )
 
+    def _texts(self, backbone: Backbone, questions: Sequence[Question]) -> list[list[list[int]]]:
+        """Of all that generate, the answer to every question."""
+        with loaded_adapters(backbone, self._slots(self.names_of_texts), self._base.id) as served:
+            return complete(
+                backbone,
+                served,
+                [question.prompt_ids for question in questions],
+                max_new_tokens=self._settings.max_new_tokens,
+                batch_size=self._settings.batch_size,
+                on_done=self._counter("answers", len(questions) * len(served)),
+            )
+
     def texts_of_vllm(self, questions: Sequence[Question], tokenizer: Any) -> list[list[list[int]]]:
-        """The answers of all adapters, by vLLM."""
+        """The same by vLLM."""
         ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        prompts = [question.prompt_ids for question in questions]
         return complete_with_vllm(
-            self._base, self._adapters, prompts, ends=ends, max_new_tokens=self._settings.max_new_tokens
+            self._base,
+            self._slots(self.names_of_texts),
+            [question.prompt_ids for question in questions],
+            ends=ends,
+            max_new_tokens=self._settings.max_new_tokens,
         )
 
     def _preferences(
@@ -251,11 +268,25 @@ class _Bench:
         return count
 
 
-def _questions(conversations: Sequence[Conversation], tokenizer: Any) -> list[Question]:
+def _questions(
+    chosen: Sequence[Conversation | Pair | LabelledText],
+    conversations: Sequence[Conversation],
+    metrics: Sequence[Metric],
+    settings: EvaluationSettings,
+    tokenizer: Any,
+) -> list[Question]:
+    """What is generated for: the rows whose final answers are compared, or all where predictions are asked for."""
+    if "exact_match" in metrics:
+        try:
+            return make_questions(conversations, tokenizer)
+        except DataError as error:
+            raise DataError(f"exact_match: {error}; or measure the loss with --metric loss") from error
+    if not settings.predictions:
+        return []
     try:
-        return make_questions(conversations, tokenizer)
+        return open_questions(chosen, tokenizer)
     except DataError as error:
-        raise DataError(f"exact_match: {error}; or measure the loss with --metric loss") from error
+        raise DataError(f"predictions: {error}; or save no predictions") from error
 
 
 def _metrics(conversations: Sequence[Conversation], name: str, settings: EvaluationSettings) -> tuple[Metric, ...]:

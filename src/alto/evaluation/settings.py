@@ -23,6 +23,7 @@ class EvaluationSettings:
         max_new_tokens: Longest text; less where the model's positions end before.
         limit: Use only the first rows; None uses all.
         baseline: Measure the base model without an adapter as well.
+        predictions: Generate an answer to every row, by the base model too, also where no metric needs it.
         backend: Generates the answers: ``alto``, or ``vllm``, which can measure exact match only.
 
     Raises:
@@ -34,6 +35,7 @@ class EvaluationSettings:
     max_new_tokens: int = 512
     limit: int | None = None
     baseline: bool = False
+    predictions: bool = False
     backend: GenerationBackend = "alto"
 
     def __post_init__(self) -> None:

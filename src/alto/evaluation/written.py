@@ -7,8 +7,8 @@ from typing import Any
 
 from alto.backbone import Backbone
 from alto.data import Conversation
-from alto.evaluation.exact_match import make_prompts
 from alto.evaluation.generate import check_prompts, complete, max_positions
+from alto.evaluation.prompts import prompts_of
 from alto.evaluation.scorers import Answer, OnTurn, Scorer
 from alto.evaluation.settings import EvaluationSettings
 from alto.lora import ServedAdapters
@@ -32,9 +32,9 @@ class WrittenAnswers:
     def __init__(
         self, rows: Sequence[Conversation], backbone: Backbone, scorer: Scorer, *, max_new_tokens: int
     ) -> None:
-        prompts = make_prompts(rows, backbone.tokenizer)
-        self.prompts = [ids for ids, _ in prompts]
-        self._references = [reference for _, reference in prompts]
+        prompts = prompts_of(rows, backbone.tokenizer)
+        self.prompts = [prompt.ids for prompt in prompts]
+        self._references = [prompt.reference for prompt in prompts]
         check_prompts(self.prompts, max_positions(backbone))
         self._backbone = backbone
         self._scorer = scorer

@@ -78,6 +78,7 @@ def begin_events(state: TaskState, start: RunStart) -> Iterator[Event]:
             *_rung_notes(state),
         ),
         references=context.references,
+        gpu_hour_price=task.search.budget.gpu_hour_price,
         max_slots=state.slot_manager.num_slots,
         packing=_packing(state),
         early_exit=task.early_exit.resolved().model_dump(mode="json"),

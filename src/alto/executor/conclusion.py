@@ -11,10 +11,10 @@ from alto.early_exit import choose, scores_of
 from alto.errors import NoResultError
 from alto.executor.recorder import JournalRecorder
 from alto.executor.task_state import TaskState
-from alto.records import AdapterCheck, ExitReason, Judgement, LossPoint
+from alto.records import AdapterCheck, ExitReason, Judgement, LossPoint, Samples
 from alto.runs import RunDir
 
-__all__ = ["Check", "Hooks", "Judge", "conclude"]
+__all__ = ["Check", "Hooks", "Judge", "TextGenerator", "conclude"]
 
 Check: TypeAlias = Callable[[Path], AdapterCheck]
 """Checks that PEFT reads an adapter (its folder) as it was trained."""
@@ -22,6 +22,10 @@ Check: TypeAlias = Callable[[Path], AdapterCheck]
 Judge: TypeAlias = Callable[[Mapping[str, Path], Callable[[], None]], Judgement]
 """Scores the answers of adapters (folders by job). It calls the given function regularly; an error of that function
 ends it. A scorer that fails is no error: the judgement says why."""
+
+TextGenerator: TypeAlias = Callable[[Mapping[str, Path], Callable[[], None]], Samples]
+"""Continues prompts by the base and by adapters (folders by job, the winner first), as a :data:`Judge` scores them: a
+generation that fails is no error."""
 
 
 def _never() -> bool:
@@ -35,55 +39,85 @@ class Hooks:
     Attributes:
         is_interrupted: Called before every step; once it returns true, the task stops and can be resumed.
         judge: Chooses the winner among the finalists, in this process only; None chooses by the metric.
+        generate: Generates the samples of the best adapters, in this process only; None generates none.
         check: Checks the best adapter, for the journal; called on the first rank. None: no check.
     """
 
     is_interrupted: Callable[[], bool] = _never
     judge: Judge | None = None
+    generate: TextGenerator | None = None
     check: Check | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Choice:
+    """The winner of a task.
+
+    Attributes:
+        winner: Its best evaluation.
+        tied: Best evaluations of jobs within noise of it.
+        runner_up: The next best job; None where there is no other.
+    """
+
+    winner: LossPoint
+    tied: Sequence[LossPoint]
+    runner_up: str | None
 
 
 def conclude(
     state: TaskState, recorder: JournalRecorder, run_dir: RunDir, hooks: Hooks, stop_if_asked: Callable[[], None]
 ) -> None:
-    """Choose the winner of a task whose jobs have all ended, check its adapter, and record both.
+    """Choose the winner of a task whose jobs have all ended, generate its samples, check its adapter, and record all
+    of it.
 
     Args:
         state: Of the task.
         recorder: Writes the result into the journal.
         run_dir: Contains the best adapters of all jobs.
-        hooks: Judge finalists and check the best adapter.
-        stop_if_asked: Raises if the run has to stop; called while finalists generate answers.
+        hooks: Judge finalists, generate samples and check the best adapter.
+        stop_if_asked: Raises if the run has to stop; called while adapters generate texts.
 
     Raises:
         NoResultError: No job was ever evaluated with a finite loss.
-        TaskInterruptedError: The run was stopped while finalists answered; a resumed run judges them again.
+        TaskInterruptedError: The run was stopped while adapters generated texts; a resumed run does it again.
     """
-    winner = state.selection.winner()
-    if winner is None:
+    leaders = state.selection.leaders(2)
+    if not leaders:
         raise NoResultError(
             f"task {state.context.task.name!r}: expected at least one job to reach an evaluation with a finite loss, "
             f"found that {_why_there_is_none(state)}"
         )
-    tied: Sequence[LossPoint] = state.selection.within_noise_of_winner()
+    chosen = _Choice(
+        winner=leaders[0],
+        tied=state.selection.within_noise_of_winner(),
+        runner_up=leaders[1].job if len(leaders) > 1 else None,
+    )
     if hooks.judge is not None:
-        winner, tied = _judged(state, recorder, run_dir, hooks.judge, stop_if_asked) or (winner, tied)
+        chosen = _judged(state, recorder, run_dir, hooks.judge, stop_if_asked) or chosen
+    winner = chosen.winner
+    if hooks.generate is not None:
+        jobs = [winner.job] if chosen.runner_up is None else [winner.job, chosen.runner_up]
+        recorder.samples_generated(hooks.generate({job: run_dir.job(job, "best") for job in jobs}, stop_if_asked))
     if hooks.check is not None and state.context.ranks.is_first:
         recorder.adapter_checked(winner.job, hooks.check(run_dir.job(winner.job, "best")))
-    recorder.task_completed(winner, tied, state.jobs.values())
+    recorder.task_completed(winner, chosen.tied, state.jobs.values())
 
 
 def _judged(
     state: TaskState, recorder: JournalRecorder, run_dir: RunDir, judge: Judge, stop_if_asked: Callable[[], None]
-) -> tuple[LossPoint, Sequence[LossPoint]] | None:
-    """The finalist with the best answers, and those within noise of it; None where the scorer failed."""
+) -> _Choice | None:
+    """The finalist with the best answers, those within noise of it, and the one with the next best answers; None where
+    the scorer failed."""
     finalists = state.selection.leaders(state.context.task.num_finalists)
     judgement = judge({point.job: run_dir.job(point.job, "best") for point in finalists}, stop_if_asked)
     scores = scores_of(judgement)
     recorder.finalists_judged(judgement, scores)
     if judgement.failure:
         return None
-    return choose(finalists, {score.job: score for score in scores}, scorer=judgement.scorer)
+    winner, tied = choose(finalists, {score.job: score for score in scores}, scorer=judgement.scorer)
+    others = [score for score in scores if score.job != winner.job]
+    runner_up = max(others, key=lambda score: score.score).job if others else None
+    return _Choice(winner=winner, tied=tied, runner_up=runner_up)
 
 
 def _why_there_is_none(state: TaskState) -> str:

@@ -11,7 +11,7 @@ from alto.executor.memory_errors import MemoryEvent
 from alto.executor.ranks import Ranks
 from alto.executor.recovery import note_refusal, refusal_event
 from alto.executor.tally import Evaluated
-from alto.records import AdapterCheck, ExitDecision, FinalistScore, Judgement, LossPoint, Rung, RungResult
+from alto.records import AdapterCheck, ExitDecision, FinalistScore, Judgement, LossPoint, Rung, RungResult, Samples
 from alto.runs import Event, Journal, RunDir
 from alto.runs.events import (
     AdapterChecked,
@@ -31,6 +31,7 @@ from alto.runs.events import (
     JobResumed,
     OutOfMemory,
     RungScored,
+    SamplesGenerated,
     SavedJob,
     ShareReceived,
     StartMeasurement,
@@ -299,6 +300,10 @@ class JournalRecorder:
     def finalists_judged(self, judgement: Judgement, scores: Iterable[FinalistScore]) -> None:
         """The answers of the best jobs were scored, or the scorer failed."""
         self._journal.append(FinalistsJudged(scores=tuple(scores), scorer=judgement.scorer, failure=judgement.failure))
+
+    def samples_generated(self, samples: Samples) -> None:
+        """Validation prompts were continued by the base and the best adapters, or the generation failed."""
+        self._journal.append(SamplesGenerated(samples=samples.rows, failure=samples.failure))
 
     def adapter_checked(self, job: str, found: AdapterCheck) -> None:
         """The best adapter was checked with PEFT, or could not be loaded."""

@@ -1,7 +1,7 @@
 """The outputs of a run: the best adapter, the report, and progress on the terminal."""
 
 from alto.export.adapter import export_best
-from alto.export.comparison import comparison_table
+from alto.export.comparison import comparison_table, write_comparison
 from alto.export.notebook import result_html
 from alto.export.plain import PlainView
 from alto.export.plan import plan_text, schedule_text
@@ -32,6 +32,7 @@ __all__ = [
     "schedule_text",
     "task_list",
     "watch_run",
+    "write_comparison",
     "write_queue_report",
     "write_report",
 ]

@@ -1,8 +1,11 @@
-"""Two finished runs side by side in the terminal."""
+"""Two finished runs side by side, in the terminal and as a page."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import html
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -10,6 +13,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from alto.errors import RunWriteError
+from alto.export.figures import CurveFigure, choose_view, curve_data
+from alto.export.metrics import loss_unit
+from alto.export.pages import render_page
+from alto.export.tables import job_table
 from alto.export.wording import (
     clean,
     format_duration,
@@ -19,8 +27,12 @@ from alto.export.wording import (
     short_name,
     short_path,
 )
+from alto.runs import RunHistory, read_history, replace_file
 
-__all__ = ["comparison_table"]
+__all__ = ["comparison_table", "write_comparison"]
+
+_ROLES = ("best", "training")
+"""What colours the curve of each run."""
 
 
 def comparison_table(
@@ -46,17 +58,102 @@ def comparison_table(
         table.add_section()
     for key, values in settings.items():
         table.add_row(f"best job: {clean(short_name(key))}", *map(format_setting, values))
-    return Group(table, *_warnings(same_data, settings))
+    return Group(table, *map(Text, _warnings(same_data, settings)))
 
 
-def _warnings(same_data: bool | None, settings: Mapping[str, tuple[Any, Any]]) -> list[Text]:
+def write_comparison(
+    path: Path,
+    run_dirs: tuple[str, str],
+    facts: Mapping[str, tuple[Any, Any]],
+    settings: Mapping[str, tuple[Any, Any]],
+    *,
+    same_data: bool | None,
+) -> Path:
+    """Write the same as one page that needs nothing else, with the validation curves of both best jobs, and what both
+    generate for the prompts that the samples of both runs have.
+
+    Args:
+        path: The HTML file.
+        run_dirs, facts, settings, same_data: As of :func:`comparison_table`.
+
+    Raises:
+        RunNotFoundError, RunError: The journal of a run is gone, or damaged.
+        RunWriteError: The file cannot be written.
+    """
+    histories = [read_history(run_dir) for run_dir in run_dirs]
+    names = [clean(Path(run_dir).name) for run_dir in run_dirs]
+    figure = _curves(histories, names)
+    units = {loss_unit(history.method) for history in histories}
+    title = f"validation loss, {units.pop()}" if len(units) == 1 else "validation loss"
+    page = render_page(
+        "compare.html.jinja",
+        names=names,
+        run_dirs=run_dirs,
+        warnings=_warnings(same_data, settings),
+        facts=[(name, [_format(name, value) for value in values]) for name, values in facts.items()],
+        settings=[(short_name(key), list(map(format_setting, values))) for key, values in settings.items()],
+        validation=figure,
+        samples=_common_samples(histories),
+        figures={"validation": curve_data(figure, title)},
+    )
+    try:
+        replace_file(path, page)
+    except OSError as error:
+        raise RunWriteError(
+            f"html: expected a file that can be written, found that {path} cannot ({error.strerror}); choose another"
+        ) from error
+    return path
+
+
+def _curves(histories: Sequence[RunHistory], names: Sequence[str]) -> CurveFigure:
+    """The validation loss of the best job of each run, over the share of its steps."""
+    traces: list[dict[str, Any]] = []
+    curves: dict[str, list[float]] = {}
+    for role, name, history in zip(_ROLES, names, histories, strict=True):
+        best = history.best
+        if best is None or not best.evaluations:
+            continue
+        losses = [point.validation_loss for point in best.evaluations]
+        curves[role] = losses
+        label = next(row.label for row in job_table(history).rows if row.is_best)
+        traces.append(
+            {
+                "type": "scatter",
+                "mode": "lines+markers",
+                "x": [point.progress for point in best.evaluations],
+                "y": [loss if math.isfinite(loss) else None for loss in losses],
+                "name": f"{html.escape(name)}: {html.escape(clean(best.job))}",
+                "text": f"<b>{html.escape(name)}</b><br>{html.escape(label)}",
+                "hovertemplate": "%{text}<br>loss %{y:.4f} after %{x:.1%} of its steps<extra></extra>",
+                "meta": {"role": role},
+            }
+        )
+    return CurveFigure(traces=traces, rungs=[], view=choose_view(curves))
+
+
+def _common_samples(histories: Sequence[RunHistory]) -> list[dict[str, Any]]:
+    """Prompts that the samples of both runs have, with the text of each run's best adapter."""
+    first, second = ({sample.prompt: sample for sample in history.samples} for history in histories)
+    return [
+        {
+            "prompt": prompt,
+            "reference": sample.reference,
+            "base": sample.base,
+            "texts": [next(iter(one.adapters.values()), "") for one in (sample, second[prompt])],
+        }
+        for prompt, sample in first.items()
+        if prompt in second
+    ]
+
+
+def _warnings(same_data: bool | None, settings: Mapping[str, tuple[Any, Any]]) -> list[str]:
     found = []
     if same_data is False:
-        found.append(Text("The runs have other rows, or other tokens of them: their losses cannot be compared."))
+        found.append("The runs have other rows, or other tokens of them: their losses cannot be compared.")
     if same_data is None:
-        found.append(Text("A journal does not record its rows: whether the losses can be compared is not known."))
+        found.append("A journal does not record its rows: whether the losses can be compared is not known.")
     if not settings:
-        found.append(Text("The best jobs have the same configuration."))
+        found.append("The best jobs have the same configuration.")
     return found
 
 

@@ -27,9 +27,13 @@ __all__ = [
     "Quantity",
     "View",
     "choose_view",
+    "curve_data",
     "curve_figure",
     "metric_quantity",
     "occupancy_figure",
+    "point_view",
+    "role_of",
+    "sorted_roles",
 ]
 
 FAR = 10
@@ -181,6 +185,35 @@ def choose_view(
     )
 
 
+def point_view(values: Sequence[float], *, more_is_better: bool = False, is_bounded: bool = False) -> View | None:
+    """The range that shows one value of every job: all but far outliers (three interquartile ranges above the upper
+    quartile of those that have not diverged, ``FAR``), and those that are not finite.
+
+    Args:
+        values: A value of each job.
+        more_is_better: Whether higher values are better; the rule is mirrored then.
+        is_bounded: Whether values have a fixed range; then everything is in view.
+    """
+    sign = -1.0 if more_is_better else 1.0
+    finite = [sign * value for value in values if math.isfinite(value)]
+    if not finite:
+        return None
+    low = min(finite)
+    far = low + FAR * max(abs(low), 1.0)
+    limit = math.inf if is_bounded else _outer_fence([value for value in finite if value <= far])
+    high = max(value for value in finite if value <= limit)
+    margin = 0.06 * max(high - low, 0.02 * abs(low), 1e-6)
+    ends = sorted((sign * (low - margin), sign * (high + margin)))
+    return View(
+        low=ends[0],
+        high=ends[1],
+        more_is_better=more_is_better,
+        num_outside=sum(value > limit for value in finite),
+        worst=sign * max(finite),
+        num_not_finite=len(values) - len(finite),
+    )
+
+
 def _outer_fence(values: Sequence[float]) -> float:
     """Three interquartile ranges above the upper quartile: Tukey's limit of far outliers."""
     lower, _, upper = statistics.quantiles([*values, *values], n=4, method="inclusive")
@@ -209,15 +242,32 @@ def curve_figure(history: RunHistory, rows: Iterable[JobRow], quantity: Quantity
         return CurveFigure(traces=[], rungs=[], view=None)
     counts: dict[str, int] = {}
     for job in evaluated:
-        role = _role(job, best)
+        role = role_of(job, best)
         counts[role] = counts.get(role, 0) + 1
     traces: list[dict[str, Any]] = []
     seen: set[str] = set()
-    for job in sorted(evaluated, key=lambda job: _drawing_order(_role(job, best))):
-        role = _role(job, best)
+    for job in sorted(evaluated, key=lambda job: _drawing_order(role_of(job, best))):
+        role = role_of(job, best)
         traces.append(_curve(job, role, counts[role], labels[job.job], quantity, show_legend=role not in seen))
         seen.add(role)
     return CurveFigure(traces=traces, rungs=_rung_labels(history), view=view)
+
+
+def curve_data(figure: CurveFigure, title: str, tick_format: str = "") -> dict[str, Any]:
+    """``figure`` as ``templates/report.js`` draws it.
+
+    Args:
+        figure: The figure.
+        title: Title of the vertical axis.
+        tick_format: Format of its ticks, in d3's syntax; empty for plotly's default.
+    """
+    return {
+        "traces": figure.traces,
+        "rungs": figure.rungs,
+        "yTitle": html.escape(title),
+        "yTickFormat": tick_format,
+        "view": [figure.view.low, figure.view.high] if figure.view is not None else None,
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,7 +300,7 @@ def occupancy_figure(history: RunHistory, rows: Iterable[JobRow]) -> OccupancyFi
     num_local = max([history.num_slots // history.num_ranks, *(stay.local_slot + 1 for stay in history.occupancy)])
     has_ranks = num_ranks > 1
     for stay in history.occupancy:
-        role = _role(history.jobs[stay.job], history.best)
+        role = role_of(history.jobs[stay.job], history.best)
         bar = bars.setdefault(role, _empty_bar(role))
         start = history.worked_s(stay.start) / seconds
         end = history.last_seen_at if stay.end is None else stay.end
@@ -324,8 +374,14 @@ def _empty_bar(role: str) -> dict[str, Any]:
     }
 
 
-def _role(job: JobHistory, best: JobHistory | None) -> str:
+def role_of(job: JobHistory, best: JobHistory | None) -> str:
+    """What colours a job: its outcome, or ``best``."""
     return "best" if job is best else job.outcome
+
+
+def sorted_roles(roles: Iterable[str]) -> list[str]:
+    """The distinct ones of ``roles`` in the order in which they are drawn: the best job last, over all others."""
+    return sorted(set(roles), key=_drawing_order)
 
 
 def _drawing_order(role: str) -> tuple[int, str]:

@@ -1,8 +1,11 @@
 """Estimates how much of the task's selection metric each setting explains alone, from the jobs of a run.
 
-Jobs that were stopped early cannot be compared by their last evaluations, so all are compared at exactly equal
-progress, as rungs compare them: at the first rung, or without rungs at the last progress that all have reached. Their
-scores are turned into ranks, which neither a diverging job nor a scale can distort; the share of the differences
+Jobs that were stopped early cannot be compared by their last evaluations, so jobs are compared at exactly equal
+progress, as rungs compare them. One comparison cannot answer everything: at the first rung all jobs are there, but what
+learns fastest leads; later only those that continued are there. So there are two comparisons where enough jobs
+continued, and beside them the value that the winner has: where the first one favours another value, the report says so.
+
+Scores are turned into ranks, which neither a diverging job nor a scale can distort; the share of the differences
 between ranks that a setting explains is epsilon squared of a one-way analysis of variance: eta squared less what chance
 would give it.
 """
@@ -18,10 +21,18 @@ from typing import Any
 
 from alto.early_exit import point_at_share
 from alto.export.wording import format_setting, tidy_config, varying_keys
-from alto.records import ExitReason, Rung
+from alto.records import ExitReason, LossPoint, Rung
 from alto.runs import JobHistory, RunHistory
 
-__all__ = ["MIN_JOBS", "Importance", "SettingImportance", "importance_of_settings"]
+__all__ = [
+    "MIN_JOBS",
+    "Comparison",
+    "Importance",
+    "SettingImportance",
+    "first_equal_share",
+    "importance_of_settings",
+    "point_at",
+]
 
 MIN_JOBS = 8
 """Smallest number of jobs with a finite loss; with fewer, chance dominates."""
@@ -40,17 +51,19 @@ class SettingImportance:
         key: Configuration key.
         share: Part of the differences between the ranks of the jobs, in [0, 1].
         best, worst: The value, or the range of values, whose jobs ranked best and worst on average.
+        is_winners: Whether the chosen job has the best value, or one in the best range.
     """
 
     key: str
     share: float
     best: str
     worst: str
+    is_winners: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Importance:
-    """Settings, the most important first.
+class Comparison:
+    """Settings compared after an equal share of training, the most important first.
 
     Attributes:
         progress: Share of its steps after which every job is compared.
@@ -70,22 +83,89 @@ class Importance:
         """The share that no setting explains alone, in [0, 1]: interactions and chance."""
         return max(0.0, 1.0 - sum(setting.share for setting in self.settings))
 
+    def of(self, key: str) -> SettingImportance | None:
+        """What the setting ``key`` explains; None where it could not be compared."""
+        return next((setting for setting in self.settings if setting.key == key), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Importance:
+    """Settings compared at one equal share of training, or at two.
+
+    Attributes:
+        winner: By configuration key, the value of the chosen job.
+        comparisons: Of all jobs at the first point; then of those that continued at the last point that enough of them
+            have reached, where there is one.
+    """
+
+    winner: Mapping[str, str]
+    comparisons: tuple[Comparison, ...]
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """All settings that were compared: those of the latest comparison first, the most important first."""
+        return tuple(
+            dict.fromkeys(setting.key for comparison in reversed(self.comparisons) for setting in comparison.settings)
+        )
+
+    @property
+    def overturned(self) -> tuple[SettingImportance, ...]:
+        """Settings of the first comparison whose best value is not the winner's, as far as they explain anything."""
+        return tuple(found for found in self.comparisons[0].settings if found.share > 0 and not found.is_winners)
+
 
 def importance_of_settings(history: RunHistory) -> Importance | None:
     """The importance of the settings that vary; None if there are too few jobs or settings."""
-    progress, scores = _scores_at_equal_progress(history)
+    first = _compared(history, first_equal_share(history))
+    best = history.best
+    if first is None or best is None:
+        return None
+    later = [*(rung.progress for rung in history.rung_settings if rung.progress > first.progress), 1.0]
+    found = (_compared(history, progress) for progress in sorted(later, reverse=True) if progress > first.progress)
+    last = next((comparison for comparison in found if comparison is not None), None)
+    config = tidy_config(best.config)
+    keys = {setting.key for setting in first.settings} | ({s.key for s in last.settings} if last else set())
+    return Importance(
+        winner={key: format_setting(config.get(key)) for key in keys},
+        comparisons=(first,) if last is None else (first, last),
+    )
+
+
+def first_equal_share(history: RunHistory) -> float:
+    """The share of its steps after which every job can be compared: the first rung, or without rungs the last share
+    that all jobs have reached; 0 where no job was evaluated."""
+    reached = [job.evaluations[-1].progress for job in history.jobs.values() if job.evaluations and not job.origin]
+    return min([rung.progress for rung in history.rung_settings] or reached) if reached else 0.0
+
+
+def point_at(job: JobHistory, progress: float) -> LossPoint | None:
+    """The standing of a job after exactly that share of its steps, interpolated between evaluations; None where it has
+    not reached it."""
+    if not job.evaluations or not 0 < progress <= 1:
+        return None
+    return point_at_share(job.evaluations, Rung(progress=progress, keep=1.0), job.total_steps, job.start)
+
+
+def _compared(history: RunHistory, progress: float) -> Comparison | None:
+    scores = {
+        name: score
+        for name, job in history.jobs.items()
+        if not job.origin and (score := _score_at(job, progress)) is not None
+    }
     if sum(score != _WORST for score in scores.values()) < MIN_JOBS:
         return None
     ranks = _ranks(scores)
     configs = {job: tidy_config(history.jobs[job].config) for job in scores}
+    winner = {} if history.best is None else tidy_config(history.best.config)
     settings = [
         found
         for key in varying_keys(list(configs.values()))
-        if (found := _judge(key, {job: config.get(key) for job, config in configs.items()}, ranks)) is not None
+        if (found := _judge(key, {job: config.get(key) for job, config in configs.items()}, ranks, winner.get(key)))
+        is not None
     ]
     if not settings:
         return None
-    return Importance(
+    return Comparison(
         progress=progress,
         num_jobs=len(scores),
         num_left_out=len(history.jobs) - len(scores),
@@ -93,19 +173,9 @@ def importance_of_settings(history: RunHistory) -> Importance | None:
     )
 
 
-def _scores_at_equal_progress(history: RunHistory) -> tuple[float, dict[str, tuple[float, float]]]:
-    """The progress at which jobs are compared, and the score of every job there; the worst if it diverged."""
-    reached = [job.evaluations[-1].progress for job in history.jobs.values() if job.evaluations and not job.origin]
-    if not reached:
-        return 0.0, {}
-    progress = min([rung.progress for rung in history.rung_settings] or reached)
-    rung = Rung(progress=progress, keep=1.0)
-    scores = {name: _score_at(job, rung) for name, job in history.jobs.items() if not job.origin}
-    return progress, {name: score for name, score in scores.items() if score is not None}
-
-
-def _score_at(job: JobHistory, rung: Rung) -> tuple[float, float] | None:
-    point = point_at_share(job.evaluations, rung, job.total_steps, job.start)
+def _score_at(job: JobHistory, progress: float) -> tuple[float, float] | None:
+    """The score of a job there; the worst one if it diverged."""
+    point = point_at(job, progress)
     if point is not None:
         return point.sort_key if math.isfinite(point.validation_loss) else _WORST
     return _WORST if job.exit_reason == ExitReason.DIVERGING else None
@@ -118,7 +188,9 @@ def _ranks(scores: Mapping[str, tuple[float, float]]) -> dict[str, float]:
     return {job: first[score] + (ordered.count(score) + 1) / 2 for job, score in scores.items()}
 
 
-def _judge(key: str, values: Mapping[str, Any], ranks: Mapping[str, float]) -> SettingImportance | None:
+def _judge(
+    key: str, values: Mapping[str, Any], ranks: Mapping[str, float], of_winner: object
+) -> SettingImportance | None:
     groups = _groups(values)
     num_jobs = len(ranks)
     if len(groups) < 2 or num_jobs < 2 * len(groups):
@@ -130,11 +202,13 @@ def _judge(key: str, values: Mapping[str, Any], ranks: Mapping[str, float]) -> S
         return None
     between = sum(len(jobs) * (means[label] - mean) ** 2 for label, jobs in groups.items())
     by_chance = (len(groups) - 1) * (total - between) / (num_jobs - len(groups))
+    best = min(means, key=means.__getitem__)
     return SettingImportance(
         key=key,
         share=max(0.0, (between - by_chance) / total),
-        best=min(means, key=means.__getitem__),
+        best=best,
         worst=max(means, key=means.__getitem__),
+        is_winners=any(format_setting(values[job]) == format_setting(of_winner) for job in groups[best]),
     )
 
 

@@ -16,9 +16,12 @@ from markupsafe import Markup
 from alto.export.metrics import format_metric, metric_name, short_metric
 from alto.export.wording import (
     clean,
+    clean_lines,
     format_count,
     format_duration,
+    format_hours,
     format_loss,
+    format_money,
     format_setting,
     format_share,
     short_name,
@@ -48,9 +51,12 @@ def _environment() -> Environment:
     )
     environment.filters |= {
         "clean": clean,
+        "clean_lines": clean_lines,
         "count": format_count,
         "duration": format_duration,
+        "hours": format_hours,
         "loss": format_loss,
+        "money": format_money,
         "setting": format_setting,
         "share": format_share,
         "finite": _finite,

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import IO
 
 from alto.export.metrics import format_metric, metric_name
+from alto.export.samples import describe_samples
 from alto.export.tables import explain_exit
 from alto.export.wording import (
     clean,
@@ -101,6 +102,8 @@ class PlainView:
                 self._say(f"answers at the rung at {format_share(event.progress)}: {clean(what)}")
             case events.FinalistsJudged():
                 self._on_judged(event)
+            case events.SamplesGenerated():
+                self._say(describe_samples(self.history))
             case events.AdapterChecked():
                 self._on_adapter_checked()
             case _:

@@ -1,4 +1,5 @@
-"""``report.html`` of a queue: its tasks, planned against actual, and the reasons of every replanning."""
+"""``report.html`` of a queue: its tasks with their winners and what early exit saved, planned against actual, and the
+reasons of every replanning."""
 
 from __future__ import annotations
 
@@ -9,8 +10,9 @@ from typing import Any
 from alto.errors import RunError
 from alto.export.gantt import gantt_figure
 from alto.export.pages import render_page, timestamp, write_page
-from alto.export.wording import clean
-from alto.runs import Attempt, QueueHistory, TaskHistory, TaskStage, read_history, read_queue_history
+from alto.export.wording import clean, describe_config, tidy_config, varying_keys
+from alto.runs import Attempt, QueueHistory, RunHistory, TaskHistory, TaskStage, read_history, read_queue_history
+from alto.runs.device_hours import DeviceHours, device_hours, price_of_hour
 
 __all__ = ["write_queue_report"]
 
@@ -19,37 +21,73 @@ ADVICE = "; continue with: "
 """Begins the part of a reason that says how to continue an attempt."""
 
 
-def write_queue_report(queue_dir: str | Path) -> Path:
+def write_queue_report(queue_dir: str | Path, *, price: float | None = None) -> Path:
     """Write ``report.html`` into ``queue_dir`` from its journals and return its path; it may be unfinished.
+
+    Args:
+        queue_dir: Folder of the queue.
+        price: Of an hour of one GPU; None takes that of the environment, else of each task's budget, if there is one.
 
     Raises:
         RunNotFoundError: ``queue_dir`` holds no queue.
         RunError: A journal is damaged before its last line.
+        SpecError: The price in the environment is none.
         RunWriteError: The disk is full or cannot be written.
     """
     queue_dir = Path(queue_dir)
-    page = render_page("queue.html.jinja", **_context(read_queue_history(queue_dir), queue_dir))
+    page = render_page("queue.html.jinja", **_context(read_queue_history(queue_dir), queue_dir, price))
     return write_page(queue_dir / REPORT_NAME, page)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Row:
-    """A task in the table; seconds count from the start of the queue, without interruptions."""
+    """A task in the table; seconds count from the start of the queue, without interruptions.
+
+    Attributes:
+        winner, winner_label: Id of the best job so far, and the settings in which it differs from others; empty while
+            there is none.
+        saved_share: Share of its samples that early exit saved; None where its run cannot be read.
+        hours: What its run took; None where it cannot be read.
+    """
 
     task: TaskHistory
     planned_start_s: float | None
     start_s: float | None
     spent_s: float
     best_loss: float | None
+    winner: str
+    winner_label: str
+    saved_share: float | None
+    hours: DeviceHours | None
     report: str | None
     attempts: list[str]
 
 
-def _context(queue: QueueHistory, queue_dir: Path) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Savings:
+    """What early exit saved in all tasks whose runs can be read.
+
+    Attributes:
+        share: Of the samples of all jobs.
+        samples_trained, samples_budgeted: Samples of all jobs.
+        saved_h: Hours of devices, at the pace of each run; None where no task has saved any.
+        cost: What these hours cost; None where no price is known of one of them.
+    """
+
+    share: float
+    samples_trained: int
+    samples_budgeted: int
+    saved_h: float | None
+    cost: float | None
+
+
+def _context(queue: QueueHistory, queue_dir: Path, price: float | None = None) -> dict[str, Any]:
     tasks = list(queue.tasks.values())
     planned = [task.first_plan for task in tasks if task.first_plan is not None]
     # A queue whose journal was lost notes an empty interruption at its start.
     gaps = [(queue.worked_s(start), end - start) for start, end in queue.interruptions if end - start >= 1.0]
+    runs = {task.task: run for task in tasks if (run := _run(queue_dir / "tasks" / task.task)) is not None}
+    hours = {name: _hours(run, price) for name, run in runs.items()}
     return {
         "name": queue_dir.name,
         "queue": queue,
@@ -57,27 +95,36 @@ def _context(queue: QueueHistory, queue_dir: Path) -> dict[str, Any]:
         "methods": list(dict.fromkeys(plan.method for plan in queue.plans)),
         "is_finished": queue.is_completed,
         "devices": "GPUs" if queue.has_gpus else "CPU slots",
+        "device": "GPU" if queue.has_gpus else "CPU slot",
         "num_finished": len(queue.in_state(TaskStage.FINISHED)),
         "num_failed": len(queue.in_state(TaskStage.FAILED)),
         "num_attempts": sum(len(task.attempts) for task in tasks),
         "first_plan": queue.plans[0] if queue.plans else None,
         "utilisation": queue.utilisation(),
-        "rows": [_row(task, queue, queue_dir) for task in tasks],
+        "rows": [_row(task, queue, queue_dir, runs.get(task.task), hours.get(task.task)) for task in tasks],
+        "savings": _savings(runs, hours),
         "interrupted_s": [idle_s for _, idle_s in gaps],
         "gantt": gantt_figure(planned, queue.actual_placements(), queue.nodes, gaps=gaps) if planned else None,
         "written_at": timestamp(queue.last_seen_at),
     }
 
 
-def _row(task: TaskHistory, queue: QueueHistory, queue_dir: Path) -> _Row:
-    run_dir = queue_dir / "tasks" / task.task
-    report = run_dir / REPORT_NAME
+def _row(
+    task: TaskHistory, queue: QueueHistory, queue_dir: Path, run: RunHistory | None, hours: DeviceHours | None
+) -> _Row:
+    report = queue_dir / "tasks" / task.task / REPORT_NAME
+    best = None if run is None else run.best
+    configs = [] if run is None else [tidy_config(job.config) for job in run.jobs.values()]
     return _Row(
         task=task,
         planned_start_s=task.first_plan.start_s if task.first_plan is not None else None,
         start_s=queue.worked_s(task.attempts[0].start) if task.attempts else None,
         spent_s=task.spent_s(queue.last_seen_at or 0.0),
-        best_loss=_best_loss(run_dir),
+        best_loss=None if best is None else best.best_validation_loss,
+        winner="" if best is None else clean(best.job),
+        winner_label="" if best is None else describe_config(tidy_config(best.config), varying_keys(configs)),
+        saved_share=None if run is None else run.saved_share,
+        hours=hours,
         report=report.relative_to(queue_dir).as_posix() if report.is_file() else None,
         attempts=[
             _attempt(attempt, is_open=attempt is task.attempts[-1] and task.state is not TaskStage.FINISHED)
@@ -87,12 +134,31 @@ def _row(task: TaskHistory, queue: QueueHistory, queue_dir: Path) -> _Row:
     )
 
 
-def _best_loss(run_dir: Path) -> float | None:
+def _run(run_dir: Path) -> RunHistory | None:
     try:
-        best = read_history(run_dir).best
+        return read_history(run_dir)
     except RunError:  # a damaged journal of one task does not prevent the page of the queue
         return None
-    return None if best is None else best.best_validation_loss
+
+
+def _hours(run: RunHistory, price: float | None) -> DeviceHours:
+    return device_hours(run, price_of_hour(price, None if run.started is None else run.started.gpu_hour_price))
+
+
+def _savings(runs: dict[str, RunHistory], hours: dict[str, DeviceHours]) -> _Savings | None:
+    """None where nothing was trained yet."""
+    budgeted = sum(run.samples_budgeted for run in runs.values())
+    if not budgeted:
+        return None
+    saving = [found for found in hours.values() if found.saved_h is not None]
+    costs = [found.cost(found.saved_h) for found in saving]
+    return _Savings(
+        share=sum(run.samples_saved for run in runs.values()) / budgeted,
+        samples_trained=sum(run.samples_trained for run in runs.values()),
+        samples_budgeted=budgeted,
+        saved_h=sum(found.saved_h or 0.0 for found in saving) if saving else None,
+        cost=sum(cost or 0.0 for cost in costs) if costs and None not in costs else None,
+    )
 
 
 def _attempt(attempt: Attempt, *, is_open: bool) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,8 @@ from alto.export.adapter import LABELS_NAME
 from alto.export.figures import (
     TRAINING_LOSS,
     VALIDATION_LOSS,
-    CurveFigure,
     OccupancyFigure,
+    curve_data,
     curve_figure,
     metric_quantity,
     occupancy_figure,
@@ -22,7 +21,9 @@ from alto.export.importance import MIN_JOBS, importance_of_settings
 from alto.export.metrics import describe_metrics, loss_unit, metric_meaning, metric_name
 from alto.export.pages import render_page, timestamp, write_page
 from alto.export.parallel import parallel_figure
+from alto.export.rates import rate_figure
 from alto.export.tables import job_table, run_notes
+from alto.export.winner import winner_commands, winner_yaml
 from alto.export.wording import (
     clean,
     describe_rungs,
@@ -32,6 +33,7 @@ from alto.export.wording import (
     varying_keys,
 )
 from alto.runs import RunHistory, Stage, choice_notes, read_history
+from alto.runs.device_hours import DeviceHours, device_hours, price_of_hour
 from alto.runs.lead import lead_of_winner
 from alto.runs.progress import exit_totals, rung_costs, time_saved_s
 from alto.spec.outside import read_json
@@ -43,28 +45,38 @@ RUNGS = ("early_exit", "rungs")
 FILES = ("base", "files")
 
 
-def write_report(run_dir: str | Path) -> Path:
+def write_report(run_dir: str | Path, *, price: float | None = None) -> Path:
     """Write ``report.html`` into ``run_dir`` from its journal and return its path; the run may be unfinished.
+
+    Args:
+        run_dir: Folder of the run.
+        price: Of an hour of one GPU; None takes that of :func:`alto.runs.device_hours.price_of_hour`, if there is one.
 
     Raises:
         RunNotFoundError: ``run_dir`` holds no journal.
         RunError: The journal is damaged before its last line, or the metrics of the best adapter are.
+        SpecError: The price in the environment is none.
         RunWriteError: The disk is full or cannot be written.
     """
     run_dir = Path(run_dir)
-    page = render_report(read_history(run_dir), run_dir, _evaluations(run_dir))
+    history = read_history(run_dir)
+    of_task = None if history.started is None else history.started.gpu_hour_price
+    hours = device_hours(history, price_of_hour(price, of_task))
+    page = render_report(history, run_dir, _evaluations(run_dir), hours)
     return write_page(run_dir / REPORT_NAME, page)
 
 
-def render_report(history: RunHistory, run_dir: Path, evaluations: list[dict[str, Any]]) -> str:
+def render_report(history: RunHistory, run_dir: Path, evaluations: list[dict[str, Any]], hours: DeviceHours) -> str:
     """The report of ``history`` as HTML; ``run_dir`` only names where the adapters lie.
 
     Args:
         evaluations: What ``alto eval`` found, as it is written in the metrics of adapters; ``adapter`` says of which.
+        hours: What the run took, and its price.
     """
     numbers = ("loss", "exact_match", "reward_accuracy", "reward_margin")
     measured = [name for name in numbers if any(found.get(name) is not None for found in evaluations)]
-    return render_page("report.html.jinja", **_context(history, run_dir), evaluations=evaluations, measured=measured)
+    context = _context(history, run_dir)
+    return render_page("report.html.jinja", **context, evaluations=evaluations, measured=measured, hours=hours)
 
 
 def _num_labels(path: Path) -> int | None:
@@ -82,6 +94,9 @@ def _context(history: RunHistory, run_dir: Path) -> dict[str, Any]:
     quantities = {name: metric_quantity(name) for name in table.metrics}
     metrics = {name: curve_figure(history, table.rows, quantity) for name, quantity in quantities.items()}
     parallel = parallel_figure(history)
+    rates = rate_figure(history, table.rows)
+    num_labels = _num_labels(run_dir / "best" / LABELS_NAME)
+    winner = history.best if history.result is not None else None
     slots = occupancy_figure(history, table.rows)
     unit = loss_unit(history.method)
     return {
@@ -103,7 +118,11 @@ def _context(history: RunHistory, run_dir: Path) -> dict[str, Any]:
         "settings": _settings(history),
         "shared": _shared_settings(history),
         "adapter_dir": str(run_dir / "best"),
-        "num_labels": _num_labels(run_dir / "best" / LABELS_NAME),
+        "num_labels": num_labels,
+        "winner_yaml": "" if winner is None else winner_yaml(history, winner),
+        "commands": (
+            [] if winner is None else winner_commands(history, winner, run_dir, has_labels=num_labels is not None)
+        ),
         "jobs_dir": str(run_dir / "jobs"),
         "written_at": timestamp(history.last_seen_at),
         "loss_unit": unit,
@@ -122,29 +141,20 @@ def _context(history: RunHistory, run_dir: Path) -> dict[str, Any]:
             for index, (name, figure) in enumerate(metrics.items())
         ],
         "parallel": parallel,
+        "rates": rates,
         "figures": {
             "parallel": parallel,
-            "validation": _curve_data(validation, f"validation loss, {unit}"),
-            "train": _curve_data(train, f"smoothed training loss, {unit}"),
+            "rates": rates,
+            "validation": curve_data(validation, f"validation loss, {unit}"),
+            "train": curve_data(train, f"smoothed training loss, {unit}"),
             **{
-                f"metric-{index}": _curve_data(metrics[name], metric_name(name), quantities[name].tick_format)
+                f"metric-{index}": curve_data(metrics[name], metric_name(name), quantities[name].tick_format)
                 for index, name in enumerate(metrics)
             },
             "slots": _slots_data(slots),
         },
         # Rungs early in a run crowd all that happens into the left edge of a linear axis.
         "opens_logarithmic": any(rung.progress <= 0.2 for rung in history.rung_settings),
-    }
-
-
-def _curve_data(figure: CurveFigure, title: str, tick_format: str = "") -> dict[str, Any]:
-    view = [figure.view.low, figure.view.high] if figure.view is not None else None
-    return {
-        "traces": figure.traces,
-        "rungs": figure.rungs,
-        "yTitle": html.escape(title),
-        "yTickFormat": tick_format,
-        "view": view,
     }
 
 

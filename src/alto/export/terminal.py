@@ -20,6 +20,7 @@ from rich.text import Text
 from alto.export.job_grid import GRID_LINES, JobGrid
 from alto.export.metrics import describe_metrics, metric_name
 from alto.export.plain import PlainView
+from alto.export.samples import samples_text
 from alto.export.tables import JobTable, job_table, run_notes
 from alto.export.wording import (
     clean,
@@ -245,6 +246,7 @@ def final_summary(
     if status is RunStatus.RUNNING and now is not None:
         found = outlook(history, now)
         lines.append(Text(" · ".join([f"{format_share(found.share_done)} done", *describe_outlook(found)])))
+    lines += samples_text(history)
     if run_dir is not None:
         lines.append(_place(history, Path(run_dir)))
     return Group(*lines)

@@ -19,6 +19,7 @@ from alto.runs.progress import Outlook
 
 __all__ = [
     "clean",
+    "clean_lines",
     "describe_adapter_check",
     "describe_config",
     "describe_finalists",
@@ -34,7 +35,9 @@ __all__ = [
     "format_count",
     "format_count_of",
     "format_duration",
+    "format_hours",
     "format_loss",
+    "format_money",
     "format_score",
     "format_setting",
     "format_share",
@@ -70,6 +73,11 @@ SHORT_NAMES = {
 def clean(text: object) -> str:
     """``text`` on one line, without control, escape and bidirectional-override characters."""
     return "".join(char for char in " ".join(str(text).split()) if char.isprintable())
+
+
+def clean_lines(text: str) -> str:
+    """``text`` with its line ends and tabs, without other control, escape and bidirectional-override characters."""
+    return "".join(char for char in text if char.isprintable() or char in "\n\t")
 
 
 def short_name(key: str) -> str:
@@ -299,6 +307,16 @@ def format_duration(seconds: float) -> str:
     if total < 3600:
         return f"{total // 60} min {total % 60:02d} s"
     return f"{total // 3600} h {total % 3600 // 60:02d} min"
+
+
+def format_hours(hours: float) -> str:
+    """Hours of a device: ``0.0067``, ``3.25``, ``1,204``."""
+    return f"{hours:,.0f}" if hours >= 1000 else f"{float(f'{hours:.3g}'):.6g}"
+
+
+def format_money(amount: float) -> str:
+    """An amount of money without its currency: ``12.40``, ``1,250.00``, ``0.0042``."""
+    return f"{amount:,.2f}" if amount == 0 or amount >= 0.1 else f"{amount:.2g}"
 
 
 def _format_float(value: float) -> str:

@@ -33,7 +33,7 @@ from alto.records.jobs import (
     exit_reason,
 )
 from alto.records.measurements import MemoryPoint, MemoryProfile, PackingForecast, TaskPlan, Throughput, ThroughputPoint
-from alto.records.results import AdapterCheck, FinalistScore, Judgement, Lead, TaskOutcome
+from alto.records.results import AdapterCheck, FinalistScore, Judgement, Lead, Sample, Samples, TaskOutcome
 from alto.records.scheduling import (
     MAX_DURATION_S,
     MIN_DURATION_S,
@@ -77,6 +77,8 @@ __all__ = [
     "RowLabel",
     "Rung",
     "RungResult",
+    "Sample",
+    "Samples",
     "Schedule",
     "Segments",
     "Sharing",

@@ -49,19 +49,21 @@ class Prediction:
 
     Attributes:
         weights: The adapter's name, or ``base`` for the base model alone.
+        row: Number of the row among those that were used, from 1.
         prompt: The text as the model saw it.
-        reference: The row's reference answer.
+        reference: The row's own reply; of a pair the chosen one.
         generated: The model's answer, without the token that ended it.
-        extracted: The final answer in that, None where there is none.
-        correct: Whether it is the reference's.
+        extracted: The final answer in that, None where there is none or exact match was not measured.
+        correct: Whether it is the reference's; None where exact match was not measured.
     """
 
     weights: str
+    row: int
     prompt: str
     reference: str
     generated: str
     extracted: str | None
-    correct: bool
+    correct: bool | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +81,7 @@ class AdapterEvaluation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationResult:
-    """The numbers of adapters, those of their base model alone where requested, and every text that was judged."""
+    """The numbers of adapters, those of their base model alone where requested, and every text that was generated."""
 
     adapters: tuple[AdapterEvaluation, ...]
     baseline: Evaluation | None

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from alto.records.jobs import JobResult
 
-__all__ = ["AdapterCheck", "FinalistScore", "Judgement", "Lead", "TaskOutcome"]
+__all__ = ["AdapterCheck", "FinalistScore", "Judgement", "Lead", "Sample", "Samples", "TaskOutcome"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +82,36 @@ class Judgement:
 
     scorer: str
     rows: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    failure: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """The prompt of one validation row, continued greedily by the base and by the best adapters.
+
+    Attributes:
+        prompt: The text as the models saw it.
+        reference: The row's own reply; of a pair the chosen one.
+        base: What the base model without an adapter generates.
+        adapters: What the best adapter of each job generates, by job id, the winner first.
+    """
+
+    prompt: str
+    reference: str
+    base: str
+    adapters: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples:
+    """Samples of a task.
+
+    Attributes:
+        rows: One for each prompt; empty where the generation failed.
+        failure: Why it failed; empty where it did not.
+    """
+
+    rows: tuple[Sample, ...] = ()
     failure: str = ""
 
 

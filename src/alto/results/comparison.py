@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from alto.records import TaskOutcome
@@ -42,6 +43,18 @@ class RunComparison:
         """
         rows = {**self.facts, **self.settings}
         return import_pandas().DataFrame.from_dict(rows, orient="index", columns=list(self.run_dirs))
+
+    def write_html(self, path: str | Path) -> Path:
+        """Write the comparison as one HTML page that needs nothing else, and return its path: facts, settings that
+        differ, the validation curves of both best jobs, and their samples where both runs have the same prompts.
+
+        Raises:
+            RunNotFoundError, RunError: The journal of a run is gone, or damaged.
+            RunWriteError: The file cannot be written.
+        """
+        from alto.export import write_comparison
+
+        return write_comparison(Path(path), self.run_dirs, self.facts, self.settings, same_data=self.same_data)
 
     def __rich__(self) -> RenderableType:
         from alto.export import comparison_table

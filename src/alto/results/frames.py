@@ -12,7 +12,7 @@ from alto.runs.configurations import repeated_configurations
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["configuration_frame", "curve_frame", "import_pandas", "job_frame", "loss_frame"]
+__all__ = ["configuration_frame", "curve_frame", "import_pandas", "job_frame", "loss_frame", "sample_frame"]
 
 
 def import_pandas() -> Any:
@@ -106,3 +106,12 @@ def loss_frame(history: RunHistory) -> pandas.DataFrame:
     frame = pandas.DataFrame(columns)
     frame.index = pandas.RangeIndex(1, len(frame) + 1, name="step")
     return frame
+
+
+def sample_frame(history: RunHistory) -> pandas.DataFrame:
+    """Samples: a row a prompt, with the row's own reply and what the base and the best adapters generate; the columns
+    of adapters are ids of jobs, the winner first."""
+    rows = [
+        {"prompt": one.prompt, "reference": one.reference, "base": one.base, **one.adapters} for one in history.samples
+    ]
+    return import_pandas().DataFrame(rows, columns=None if rows else ["prompt", "reference", "base"])

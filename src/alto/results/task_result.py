@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from alto.records import AdapterCheck, FinalistScore, JobResult, Lead, TaskOutcome
 from alto.results.best_config import BestConfig, best_config
 from alto.results.comparison import RunComparison, compare
-from alto.results.frames import configuration_frame, curve_frame, job_frame, loss_frame
+from alto.results.frames import configuration_frame, curve_frame, job_frame, loss_frame, sample_frame
 from alto.runs import RunDir, RunHistory, load_run_task, read_history, task_outcome
 
 if TYPE_CHECKING:
@@ -181,6 +181,18 @@ class TaskResult:
             UnsupportedError: pandas is not installed.
         """
         return loss_frame(self.history)
+
+    @property
+    def samples(self) -> pandas.DataFrame:
+        """One row a prompt of the first validation rows (``num_samples`` of the task): ``prompt``, ``reference`` (the
+        row's own reply), ``base`` and a column by the id of the best job and of the next best one, with what each
+        generates greedily. Empty where the task asks for none, or the generation failed
+        (``history.sampling_failure``).
+
+        Raises:
+            UnsupportedError: pandas is not installed.
+        """
+        return sample_frame(self.history)
 
     @property
     def best_config(self) -> BestConfig:

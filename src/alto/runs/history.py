@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from alto.errors import RunError
-from alto.records import AdapterCheck, FinalistScore, LossPoint, Rung, StartValue
+from alto.records import AdapterCheck, FinalistScore, LossPoint, Rung, Sample, StartValue
 from alto.runs import events
 from alto.runs.events import Event, settings_of
 from alto.runs.fold import NOT_FOLDABLE, JournalFold
@@ -45,6 +45,9 @@ class RunHistory(JournalFold):
         rung_scores: Scores of the answers of jobs at rungs, or why there are none, oldest first.
         scorer: What scored them, or failed to: the name of a scorer, or ``eval_accuracy``; empty where nothing did.
         scorer_failure: Why the finalists were not scored, so that the metric chose; empty where they were.
+        samples: Validation prompts with what the base and the best adapters generate; empty where there are none.
+        sampling_failure: Why there are none, where the task asks for some; empty elsewhere.
+        is_shared: Whether other tasks trained in the same executor.
         adapter_check: Whether PEFT loads the best adapter as it was trained; None until that is known.
         result: How the task ended, None while the run is unfinished.
     """
@@ -62,6 +65,9 @@ class RunHistory(JournalFold):
         self.rung_scores: list[events.RungScored] = []
         self.scorer = ""
         self.scorer_failure = ""
+        self.samples: tuple[Sample, ...] = ()
+        self.sampling_failure = ""
+        self.is_shared = False
         self.adapter_check: AdapterCheck | None = None
         self.result: events.TaskCompleted | None = None
         self._open_stays: dict[str, list[Occupancy]] = {}
@@ -184,6 +190,10 @@ class RunHistory(JournalFold):
             case events.FinalistsJudged(scores=scores):
                 self.finalists, self.scorer = scores, event.scorer or "eval_accuracy"
                 self.scorer_failure = event.failure
+            case events.SamplesGenerated(samples=samples, failure=failure):
+                self.samples, self.sampling_failure = samples, failure
+            case events.ShareReceived():
+                self.is_shared = True
             case events.AdapterChecked():
                 self.adapter_check = AdapterCheck(
                     status=event.status, why=event.why, difference=event.difference, peft=event.peft

@@ -32,6 +32,7 @@ from alto.spec.task_checks import (
     check_fixed,
     check_given_once,
     check_mixture,
+    check_samples,
     check_scored_rungs,
     check_search,
     check_selection,
@@ -96,6 +97,10 @@ class Task(DataKeys):
             end in ``#### N``, and the most right answers win, ties by validation loss; or a mapping that names a
             scorer of answers. All but ``metric`` on one GPU only.
         num_finalists: How many of the best jobs by the metric are scored where ``select_by`` is not ``metric``.
+        num_samples: At the end of the task, the prompts of so many of the first validation rows are continued greedily
+            by the base, the best adapter and that of the next best job, to be read side by side. 0 or None: none. On
+            one GPU only.
+        sample_max_new_tokens: Longest continuation of such a prompt, in tokens.
         report_to: Experiment trackers by name, ``all`` that are installed, or ``none``; ``auto`` is TensorBoard where
             it is installed. Their settings come from their own environment variables.
         gradient_checkpointing: Recompute activations instead of keeping them; ``auto`` lets the engine decide by the
@@ -133,6 +138,8 @@ class Task(DataKeys):
         default="metric", description="what chooses the winner"
     )
     num_finalists: int = Field(default=4, ge=1, le=1024, description="jobs among whom answers choose")
+    num_samples: int | None = Field(default=0, ge=0, le=1000, description="validation prompts that are continued")
+    sample_max_new_tokens: int = Field(default=128, ge=1, le=2**17, description="tokens of a continued prompt")
     early_exit: EarlyExit = Field(default=EarlyExit(), description="early-exit settings")
     search: Search = Field(default=Search(), description="how configurations are found")
     repeat_by: Literal["seed", "none"] = Field(
@@ -189,6 +196,7 @@ class Task(DataKeys):
         if self.search.algorithm == "tpe":
             _check_suggestions(self, fixed, method)
         check_selection(self.select_by, method)
+        check_samples(self.num_samples, method)
         check_train_on(self.train_on, method)
         check_label_keys(self, method, self.num_gpus)
         check_mixture(self)

@@ -21,6 +21,7 @@ __all__ = [
     "check_fixed",
     "check_given_once",
     "check_mixture",
+    "check_samples",
     "check_scored_rungs",
     "check_search",
     "check_selection",
@@ -83,6 +84,14 @@ def check_selection(select_by: str | Scoring, method: Method) -> None:
         raise SpecError(
             f"select_by should be 'metric' with method {method.name!r}, whose validation rows are pairs without "
             f"{why}, found {found!r}. Remove the key."
+        )
+
+
+def check_samples(num_samples: int | None, method: Method) -> None:
+    if num_samples and method.entry.problem_types:
+        raise SpecError(
+            f"num_samples should be 0 with method {method.name!r}, whose adapters predict labels and generate no text, "
+            f"found {num_samples}. Remove the key."
         )
 
 

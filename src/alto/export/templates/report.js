@@ -12,6 +12,7 @@
   const dashes = { overfitting: "dash", diverging: "dot", stopped: "dashdot", failed: "dashdot" };
   const symbols = { overfitting: "diamond", diverging: "x", stopped: "square", failed: "cross" };
   let scale = document.querySelector("[data-scale][aria-pressed=true]").dataset.scale;
+  let mode = 0;
 
   const colour = (role) => {
     const style = getComputedStyle(document.documentElement);
@@ -109,6 +110,26 @@
     return Plotly.react("parallel", traces, layout, Object.assign({}, config, { displayModeBar: false }));
   }
 
+  function drawRates() {
+    if (!document.getElementById("rates")) return undefined;
+    const figure = figures.rates;
+    const layout = Object.assign(baseLayout(), { height: 430, margin: { l: 64, r: 32, t: 48, b: 56 } });
+    const ticks = figure.xTicks.length ? { tickvals: figure.xTicks.map(([x]) => x), ticktext: figure.xTicks.map(([, text]) => text) } : { tickformat: "~e" };
+    Object.assign(layout.xaxis, { type: "log", title: { text: "learning rate", standoff: 12 } }, ticks);
+    Object.assign(layout.yaxis, {
+      title: { text: figure.yTitle + " " + figure.modes[mode].name, standoff: 12 }, range: figure.modes[mode].view.slice(), tickformat: figure.yTickFormat,
+    });
+    const traces = figure.traces.map((trace) => ({
+      type: "scatter", mode: "markers", name: trace.name, x: trace.x, y: trace.y[mode], text: trace.text[mode], meta: trace.meta,
+      hovertemplate: "%{text}<extra></extra>",
+      marker: {
+        color: colour(trace.meta.role), size: trace.meta.role === "best" ? 13 : 9, symbol: symbols[trace.meta.role] || "circle", opacity: 0.85,
+        line: { color: colour("paper"), width: 1 },
+      },
+    }));
+    return Plotly.react("rates", traces, layout, config);
+  }
+
   function drawSlots() {
     if (!document.getElementById("slots")) return undefined;
     const figure = figures.slots;
@@ -139,6 +160,7 @@
   function draw() {
     curveFigures.forEach(drawCurves);
     drawParallel();
+    drawRates();
     drawSlots();
   }
 
@@ -147,6 +169,15 @@
       scale = button.dataset.scale;
       document.querySelectorAll("[data-scale]").forEach((other) => other.setAttribute("aria-pressed", String(other === button)));
       curveFigures.forEach(drawCurves);
+    });
+  });
+
+  document.querySelectorAll("[data-mode]").forEach((button) => {
+    button.addEventListener("click", () => {
+      mode = Number(button.dataset.mode);
+      document.querySelectorAll("[data-mode]").forEach((other) => other.setAttribute("aria-pressed", String(other === button)));
+      document.querySelectorAll("[data-mode-note]").forEach((note) => { note.hidden = note.dataset.modeNote !== button.dataset.mode; });
+      drawRates();
     });
   });
 

@@ -33,6 +33,7 @@ WIRE_NAMES: Mapping[type, str] = {
     run.ShareReceived: "share_received",
     run.TaskInterrupted: "task_interrupted",
     run.FinalistsJudged: "finalists_judged",
+    run.SamplesGenerated: "samples_generated",
     run.AdapterChecked: "adapter_checked",
     run.TaskCompleted: "task_completed",
     queue.QueueStarted: "queue_started",

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from alto.records import FinalistScore, MemoryProfile, Throughput
+from alto.records import FinalistScore, MemoryProfile, Sample, Throughput
 from alto.runs.events.facts import BaseDescription, JobDescription, ReferenceFact, SavedJob, StartMeasurement, TiedJob
 from alto.runs.events.fields import wire
 from alto.runs.events.job_events import (
@@ -37,6 +37,7 @@ __all__ = [
     "ProfileMeasured",
     "RunEvent",
     "RungScored",
+    "SamplesGenerated",
     "ShareReceived",
     "TaskCompleted",
     "TaskInterrupted",
@@ -77,6 +78,8 @@ class TaskStarted:
             None where the journal does not have it.
         base: Fingerprint and precision of the base model; None where the journal does not have it.
         references: Of a method that needs reference log-probs, how they were found; None elsewhere.
+        gpu_hour_price: Price of an hour of one GPU, where the task has a budget of money (``search.budget``); None
+            elsewhere.
         format: Version of the journal's format.
     """
 
@@ -101,6 +104,7 @@ class TaskStarted:
     packing: Mapping[str, Any] | None = None
     base: BaseDescription | None = field(default=None, metadata=wire(damaged_is_none=True))
     references: ReferenceFact | None = None
+    gpu_hour_price: float | None = None
     format: int = field(default=FORMAT, metadata=wire(if_absent=1, always=True))
 
 
@@ -309,6 +313,20 @@ class FinalistsJudged:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SamplesGenerated:
+    """The prompts of the first validation rows were continued greedily by the base, the best adapter and that of the
+    next best job, where ``num_samples`` is not 0; or the generation failed.
+
+    Attributes:
+        samples: One for each prompt; empty where the generation failed.
+        failure: Why it failed; empty where it did not.
+    """
+
+    samples: tuple[Sample, ...]
+    failure: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterChecked:
     """Whether PEFT, where it is installed, loads the best adapter as it was trained.
 
@@ -369,6 +387,7 @@ RunEvent: TypeAlias = (
     | ShareReceived
     | TaskInterrupted
     | FinalistsJudged
+    | SamplesGenerated
     | AdapterChecked
     | TaskCompleted
 )

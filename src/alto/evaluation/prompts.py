@@ -1,0 +1,59 @@
+"""Prompts of held-out rows, to which models generate replies of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from alto.data import Conversation, LabelledText, Pair, encode_prompt
+from alto.errors import DataError
+
+__all__ = ["Prompt", "prompt_of", "prompts_of"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """The prompt of one row, and the reply that the row has for it.
+
+    Attributes:
+        ids: Token ids up to the reply.
+        reference: Text of the reply.
+    """
+
+    ids: tuple[int, ...]
+    reference: str
+
+
+def prompt_of(row: Conversation | Pair | LabelledText, tokenizer: Any) -> Prompt | None:
+    """Everything before the last reply of ``row``, as the model sees it when it generates that reply; of a pair before
+    the chosen one. None where a row is plain text, or a text with a label, or where the reply has no text.
+
+    Raises:
+        DataError: There is nothing before the reply, or the chat template refuses the turns.
+    """
+    if isinstance(row, LabelledText):
+        return None
+    turns = row.chosen if isinstance(row, Pair) else row
+    position = max((at for at, turn in enumerate(turns) if turn.is_trained), default=None)
+    if position is None or not turns[position].content.strip() or (position == 0 and turns[0].role == "text"):
+        return None
+    return Prompt(ids=tuple(encode_prompt(turns[:position], tokenizer)), reference=turns[position].content)
+
+
+def prompts_of(rows: Iterable[Conversation | Pair | LabelledText], tokenizer: Any) -> list[Prompt]:
+    """The prompt of every row.
+
+    Raises:
+        DataError: A row has none.
+    """
+    prompts = []
+    for number, row in enumerate(rows, start=1):
+        try:
+            prompt = prompt_of(row, tokenizer)
+        except DataError as error:
+            raise DataError(f"row {number}: {error}") from error
+        if prompt is None:
+            raise DataError(f"row {number}: expected a reply in text after a prompt, found none; name other rows")
+        prompts.append(prompt)
+    return prompts
