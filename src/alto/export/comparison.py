@@ -29,12 +29,13 @@ def comparison_table(
     settings: Mapping[str, tuple[Any, Any]],
     *,
     same_data: bool | None,
+    same_loss: bool,
 ) -> RenderableType:
     """The facts of two runs, then the settings of their best jobs that differ.
 
     Args:
         run_dirs: Their folders.
-        facts, settings, same_data: As of :class:`alto.results.RunComparison`.
+        facts, settings, same_data, same_loss: As of :class:`alto.results.RunComparison`.
     """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
@@ -46,15 +47,17 @@ def comparison_table(
         table.add_section()
     for key, values in settings.items():
         table.add_row(f"best job: {clean(short_name(key))}", *map(format_setting, values))
-    return Group(table, *_warnings(same_data, settings))
+    return Group(table, *_warnings(settings, same_data=same_data, same_loss=same_loss))
 
 
-def _warnings(same_data: bool | None, settings: Mapping[str, tuple[Any, Any]]) -> list[Text]:
+def _warnings(settings: Mapping[str, tuple[Any, Any]], *, same_data: bool | None, same_loss: bool) -> list[Text]:
     found = []
     if same_data is False:
         found.append(Text("The runs have other rows, or other tokens of them: their losses cannot be compared."))
     if same_data is None:
         found.append(Text("A journal does not record its rows: whether the losses can be compared is not known."))
+    if not same_loss:
+        found.append(Text("The best jobs have other losses, by method or by its settings: they cannot be compared."))
     if not settings:
         found.append(Text("The best jobs have the same configuration."))
     return found
