@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -14,6 +15,7 @@ from alto.early_exit.repetitions import ranked_configurations
 from alto.early_exit.underperformance import select
 from alto.records import ExitDecision, ExitReason, Standing
 from alto.spec import EarlyExit
+from alto.spec.metric import LEAST_SCORE
 
 PAIRS = {"a1": "a1", "a2": "a1", "b1": "b1", "b2": "b1"}
 
@@ -133,3 +135,82 @@ def test_places_are_counted_in_configurations() -> None:
     selection = trained({**LUCKY, "a3": (3.0, 2.0), "a4": (3.0, 2.0)}, three)
     assert selection.training == ()
     assert {job for job in three if selection.decision_on(job) is None} == {"b1", "b2"}
+
+
+def test_scores_that_are_not_finite_make_the_least_of_means() -> None:
+    """``LEAST_SCORE`` twice has no sum; beside a high score its mean would be one."""
+    items = [
+        *(standing(job, 1.0, score=LEAST_SCORE) for job in ("a1", "a2")),
+        *(standing(job, 2.0, score=score) for job, score in {"b1": LEAST_SCORE, "b2": 0.9}.items()),
+        standing("c", 9.0, score=-5.0),
+    ]
+    order = ranked_configurations(items, PAIRS)
+    assert [group.mean.job for group in order] == ["c", "a1", "b1"]
+    assert [group.mean.score for group in order] == [-5.0, LEAST_SCORE, LEAST_SCORE]
+
+
+def test_rows_that_are_not_finite_are_not_averaged() -> None:
+    rows = {"a1": (math.inf, 0.0), "a2": (-math.inf, 0.0), "b1": (1.0, 0.0), "b2": (0.0, 0.0)}
+    items = [standing(job, 1.0, score=0.5, score_rows=values) for job, values in rows.items()]
+    found = {group.mean.job: group.mean.score_rows for group in ranked_configurations(items, PAIRS)}
+    assert found == {"a1": (), "b1": (0.5, 0.0)}
+
+
+def test_a_configuration_with_a_failed_job_is_not_named_as_within_noise_of_the_winner() -> None:
+    """Its mean score is the best, but it comes after all others."""
+    settings = EarlyExit(select=False, detect_divergence=False, detect_overfitting=False)
+    configurations = {**PAIRS, "c1": "c1", "c2": "c1"}
+    selection = Selection(
+        policy_from(settings), ema_alpha=0.1, total_steps=dict.fromkeys(configurations, 10),
+        configuration_of=configurations,
+    )  # fmt: skip
+    rows = {"a": (1.0,) * 8, "b": (1.0,) * 7 + (0.0,), "c": (1.0,) * 6 + (0.0,) * 2}
+    losses = {"a": 3.0, "b": 1.0, "c": 2.0}
+    for job in configurations:
+        selection.observe_losses(job, 1, [1.0] * 5)
+        name = job[0]
+        selection.observe(job, 5, losses[name], score=sum(rows[name]) / 8, score_rows=rows[name])
+    selection.end(ExitDecision(job="a2", step=5, reason=ExitReason.DIVERGING))
+    assert selection.winner().job == "b1"  # type: ignore[union-attr]
+    assert [point.job for point in selection.within_noise_of_winner()] == ["c1"]
+
+
+def test_what_is_left_of_a_configuration_has_its_id() -> None:
+    """The first of its jobs has no evaluation."""
+    order = ranked_configurations(standings({"a2": 1.0, "b1": 2.0, "b2": 2.0}), PAIRS, failed={"a1"})
+    assert [(group.mean.job, [one.job for one in group.members]) for group in order] == [
+        ("b1", ["b1", "b2"]),
+        ("a1", ["a2"]),
+    ]
+
+
+def test_a_loss_that_is_nan_ranks_its_configuration_last() -> None:
+    items = standings({"a1": math.nan, "a2": 1.0, "b1": 9.0, "b2": 9.0})
+    assert [group.mean.validation_loss for group in ranked_configurations(items, PAIRS)] == [9.0, math.inf]
+
+
+def test_a_configuration_trains_as_long_as_one_of_its_jobs() -> None:
+    """So at the finish no other one continues beside it."""
+    items = [
+        standing("a1", 1.0, is_training=False),
+        standing("a2", 1.0, is_training=True),
+        standing("b1", 2.0),
+        standing("b2", 2.0),
+    ]
+    assert select(1, items, is_finish=True, configuration_of=PAIRS).kept == ("a1", "a2")
+    ended = [replace(item, is_training=item.job.startswith("b")) for item in items]
+    assert select(1, ended, is_finish=True, configuration_of=PAIRS).kept == ("a1", "a2", "b1", "b2")
+
+
+def test_losses_of_other_scales_are_compared_as_shares_of_the_mean_base_loss() -> None:
+    """Where the base's loss is known for all jobs of a configuration; seeds may see other noise there."""
+    items = [
+        standing("a1", 1.0, loss_scale="x", start_loss=2.0),
+        standing("a2", 1.0, loss_scale="x", start_loss=4.0),
+        standing("b1", 2.0, loss_scale="y", start_loss=8.0),
+        standing("b2", 2.0, loss_scale="y", start_loss=8.0),
+    ]
+    order = ranked_configurations(items, PAIRS)
+    assert [(group.mean.job, group.mean.start_loss) for group in order] == [("b1", 8.0), ("a1", 3.0)]
+    unknown = [replace(item, start_loss=None if item.job == "a2" else item.start_loss) for item in items]
+    assert [group.mean.start_loss for group in ranked_configurations(unknown, PAIRS)] == [None, 8.0]

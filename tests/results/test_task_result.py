@@ -6,6 +6,7 @@ import html.parser
 import io
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from typer.testing import CliRunner
 
 import alto
 from alto.cli import app
-from alto.errors import NoResultError, RunNotFoundError, UnsupportedError
+from alto.errors import NoResultError, RunNotFoundError, SpecError, UnsupportedError
 from alto.runs import RunDir
 from alto.spec import EarlyExit
 
@@ -238,3 +239,160 @@ def test_without_repetitions_there_are_no_configurations_to_rank(result: alto.Ta
 def test_samples_are_empty_where_none_were_asked_for(result: alto.TaskResult) -> None:
     assert result.samples.empty
     assert list(result.samples.columns) == ["prompt", "reference", "base"]
+
+
+def test_losses_of_other_methods_or_settings_are_said_not_to_compare(tmp_path: Path) -> None:
+    """Both runs have the same pairs; their losses are on two scales."""
+    pairs = [{"prompt": f"{a} + 1 =", "chosen": f" {a + 1}", "rejected": " 0"} for a in range(1, 21)]
+    one, other, alike = (
+        alto.Engine(output_dir=tmp_path / "runs").tune(
+            alto.Task(model="alto-tiny", method="dpo", dataset=pairs, max_steps=2, beta=beta, seed=seed, name=name)
+        )
+        for name, beta, seed in (("one", 0.1, 1), ("other", 0.5, 1), ("alike", 0.1, 2))
+    )
+    compared = one.compare(other)
+    assert compared.same_data
+    assert not compared.same_loss
+    assert "other losses" in printed(compared)
+    compared = one.compare(alike)
+    assert compared.same_loss
+    assert "other losses" not in printed(compared)
+
+
+def printed(shown: object) -> str:
+    text = io.StringIO()
+    Console(file=text, width=140).print(shown)
+    return text.getvalue()
+
+
+def tuned(folder: Path, rows: list[dict[str, object]], **changes: object) -> alto.TaskResult:
+    task = make_task(folder, dataset=rows, search_space={}, max_steps=2, test_split=None, **changes)
+    return alto.Engine(output_dir=folder / "runs").tune(task)
+
+
+CHATS = [
+    {"messages": [{"role": "user", "content": f"{a} + 1 ="}, {"role": "assistant", "content": f" {a + 1}"}]}
+    for a in range(1, 13)
+]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected", "left"),
+    [
+        ({}, (True, None), {}),
+        ({"train_on": "all"}, (False, False), {}),
+        ({"train_on": "last"}, (False, None), {"train_on": "last"}),
+    ],
+    ids=["completion", "all", "last"],
+)
+def test_the_trainer_trains_the_tokens_of_messages_that_the_job_trained(
+    changes: dict[str, object], expected: tuple[bool, bool | None], left: dict[str, object], tmp_path: Path
+) -> None:
+    """TRL trains every token of ``messages`` unless it is told otherwise."""
+    pytest.importorskip("trl", reason="the trainer's arguments are TRL's")
+    _, training, not_carried = tuned(tmp_path, CHATS, max_length=77, **changes).best_config
+    assert (training.assistant_only_loss, training.completion_only_loss) == expected
+    assert training.max_length == 77
+    assert not_carried == left
+
+
+def test_rows_are_cut_where_those_of_the_run_were_cut(result: alto.TaskResult) -> None:
+    """A preset has a length of its own, which the journal holds."""
+    from alto.results.best_config import training_arguments
+    from alto.spec import read_run_task
+
+    assert result.history.started is not None
+    data = result.history.started.data
+    assert (data["form"], data["max_length"]) == ("prompt_completion", 1024)
+    task = read_run_task(RunDir(Path(result.run_dir)).task_file)
+    best = next(job for job in result.job_results if job.job == result.best_job)
+    assert training_arguments(task, best.config, {**data, "max_length": 4096})["max_length"] == 4096
+    assert training_arguments(task, best.config, {})["max_length"] == 1024
+
+
+def test_a_run_whose_best_adapter_is_missing_is_refused(result: alto.TaskResult, tmp_path: Path) -> None:
+    """As after a kill between the last event and the export."""
+    copied = tmp_path / "run"
+    shutil.copytree(result.run_dir, copied)
+    assert alto.load_run(copied).best_job == result.best_job
+    shutil.rmtree(copied / "best")
+    with pytest.raises(NoResultError, match=r"run/best.*alto resume"):
+        alto.load_run(copied)
+
+
+def test_a_model_and_a_device_for_it_are_refused(result: alto.TaskResult) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from alto.backbone import resolve_model
+
+    model = AutoModelForCausalLM.from_pretrained(resolve_model("alto-tiny"))
+    with pytest.raises(SpecError, match=r"model\.to"):
+        result.load_best(model, device="cpu")
+    assert isinstance(result.load_best(model), peft.PeftModel)
+
+
+def test_tables_hold_what_the_journal_holds(result: alto.TaskResult) -> None:
+    """Read by hand, line by line."""
+    lines = [json.loads(line) for line in (Path(result.run_dir) / "journal.jsonl").read_text("utf-8").splitlines()]
+    evaluations = [line for line in lines if line["event"] == "eval"]
+    frame = result.curves[result.curves["step"] > 0]
+    assert {(row.job, row.step): (row.train_loss, row.validation_loss, row.progress) for row in frame.itertuples()} == {
+        (line["job"], line["step"]): (line["train_ema"], line["validation_loss"], line["step"] / line["total_steps"])
+        for line in evaluations
+    }
+    tested = {
+        (line["job"], line["step"]): line["test_loss"] for line in evaluations if line.get("test_loss") is not None
+    }
+    assert tested
+    assert {(row.job, row.step): row.test_loss for row in frame.itertuples() if not math.isnan(row.test_loss)} == tested
+    ended = {line["job"]: line for line in lines if line["event"] in ("job_exited", "job_completed")}
+    assert dict(result.jobs["samples_trained"]) == {job: line["samples_trained"] for job, line in ended.items()}
+    losses = result.training_losses
+    for line in lines:
+        if line["event"] == "train":
+            steps = range(line["first_step"], line["first_step"] + len(line["losses"]))
+            assert losses.loc[steps, line["job"]].tolist() == line["losses"]
+    order = [job.best_validation_loss for job in result.job_results]
+    assert result.jobs["best_validation_loss"].tolist() == sorted(order)
+
+
+def test_the_configuration_of_preferences_is_what_dpo_of_trl_takes(tmp_path: Path) -> None:
+    pytest.importorskip("trl", reason="the trainer's arguments are TRL's")
+    pairs = [{"prompt": f"{a} + 1 =", "chosen": f" {a + 1}", "rejected": " 0"} for a in range(1, 21)]
+    keys = {"model": "alto-tiny", "method": "dpo", "dataset": pairs, "max_steps": 2, "metric": "reward_accuracy"}
+    engine = alto.Engine(output_dir=tmp_path / "runs")
+    result = engine.tune(alto.Task(**keys, name="plain", max_grad_norm=0, beta=0.3))
+    training = result.best_config.training
+    assert (training.loss_type, training.loss_weights) == (["sigmoid"], None)
+    assert (training.beta, training.max_grad_norm) == (0.3, 0.0)
+    assert not training.gradient_checkpointing
+    assert {"reward_accuracy", "reward_margin"} <= set(result.jobs.columns)
+    assert result.jobs.loc[result.best_job, "reward_accuracy"] == result.best_metrics["reward_accuracy"]
+    several = {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.25]}
+    optimizer = {"optim": "sgd", "optim_args": {"momentum": 0.5, "nesterov": True}}
+    training = engine.tune(alto.Task(**keys, **several, **optimizer, name="several")).best_config.training
+    assert (training.loss_type, training.loss_weights) == (["sigmoid", "sft"], [1.0, 0.25])
+    assert training.optim == "sgd"
+    assert dict(pair.split("=") for pair in training.optim_args.split(",")) == {"momentum": "0.5", "nesterov": "True"}
+
+
+def test_a_classifier_is_loaded_with_its_head_and_its_configuration_is_the_trainers(tmp_path: Path) -> None:
+    rows = [{"text": f"{a} apples", "label": "many" if a > 9 else "few"} for a in range(1, 21)]
+    task = alto.Task(model="alto-tiny", method="classification", dataset=rows, max_steps=2, name="apples")
+    result = alto.Engine(output_dir=tmp_path / "runs").tune(task)
+    model = result.load_best()
+    assert not model.training
+    assert model.config.id2label == {0: "few", 1: "many"}
+    ids = torch.tensor([[5, 6, 7]])
+    assert model(ids).logits.shape == (1, 2)
+    _, training, _ = result.best_config
+    assert training.learning_rate == result.job_results[0].config["learning_rate"]
+
+
+def test_a_comparison_with_a_result_is_that_with_its_folder(result: alto.TaskResult) -> None:
+    compared = result.compare(result)
+    assert compared == result.compare(Path(result.run_dir))
+    assert compared.settings == {}
+    assert compared.facts["samples saved"] == (result.samples_saved, result.samples_saved)
+    assert compared.facts["test loss"] == (result.test_loss, result.test_loss)
+    assert "same configuration" in printed(compared)

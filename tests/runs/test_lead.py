@@ -140,3 +140,104 @@ def test_answers_are_compared_where_they_chose() -> None:
     lead = lead_of_winner(history_of(started("ab"), *events, judged))
     assert lead is not None
     assert (lead.metric, lead.difference, lead.num_rows) == ("exact_match", 0.25, 4)
+
+
+def test_values_too_large_for_a_variance_give_no_interval() -> None:
+    """A scorer of the user's may give any number; the result of a finished run is read all the same."""
+    judged = FinalistsJudged(
+        scores=(
+            FinalistScore(job="a", num_questions=2, mean=1e200, rows=(2e200, 1.0)),
+            FinalistScore(job="b", num_questions=2, mean=0.5, rows=(1.0, 0.0)),
+        ),
+        scorer="python",
+    )
+    events = [evaluated("a", FIRST, [1.0] * 4), evaluated("b", (2.2, 1.2, 3.2, 1.7), [1.0] * 4)]
+    assert lead_of_winner(history_of(started("ab"), *events, judged)) is None
+
+
+def test_by_a_metric_jobs_of_any_scale_of_loss_are_compared_and_by_the_loss_those_of_one() -> None:
+    """Accuracies of jobs with other ``beta`` are on one scale, their losses are not."""
+    by_metric = started("abc", method="dpo", metric="reward_accuracy")
+    betas = {"a": 0.1, "b": 0.5, "c": 0.1}
+    by_metric = replace(by_metric, jobs=tuple(replace(job, config={"beta": betas[job.job]}) for job in by_metric.jobs))
+    right = {"a": (1.0, 1.0, 1.0, 0.0), "b": (1.0, 1.0, 0.0, 0.0), "c": (1.0, 0.0, 0.0, 0.0)}
+    losses = {"a": 1.0, "b": 1.1, "c": 1.2}
+    events = [
+        evaluated(job, (losses[job],) * 4, [1.0] * 4, metric_rows=rows, metrics={"reward_accuracy": sum(rows) / 4.0})
+        for job, rows in right.items()
+    ]
+    lead = lead_of_winner(history_of(by_metric, *events))
+    assert lead is not None
+    assert (lead.runner_up, lead.metric, lead.difference) == ("b", "reward_accuracy", 0.25)
+    lead = lead_of_winner(history_of(replace(by_metric, metric="loss"), *events))
+    assert lead is not None
+    assert (lead.runner_up, lead.metric) == ("c", "loss")
+    assert lead.difference == pytest.approx(0.2)
+
+
+def test_the_best_of_the_other_finalists_is_the_next_best_one() -> None:
+    scores = {"a": (1.0, 1.0, 1.0), "b": (1.0, 0.0, 0.0), "c": (1.0, 1.0, 0.0)}
+    judged = FinalistsJudged(
+        scores=tuple(
+            FinalistScore(job=job, num_questions=3, mean=statistics.fmean(rows), rows=rows)
+            for job, rows in scores.items()
+        ),
+        scorer="exact_match",
+    )
+    losses = {"a": FIRST, "b": (2.2, 1.2, 3.2, 1.7), "c": (2.3, 1.3, 3.3, 1.8)}
+    events = [evaluated(job, rows, [1.0] * 4) for job, rows in losses.items()]
+    lead = lead_of_winner(history_of(started("abc"), *events, judged))
+    assert lead is not None
+    assert lead.runner_up == "c"
+    without_winner = replace(judged, scores=judged.scores[1:])
+    assert lead_of_winner(history_of(started("abc"), *events, without_winner)) is None
+
+
+def test_a_run_that_has_not_ended_has_no_lead() -> None:
+    events = [started("ab"), evaluated("a", FIRST, [1.0] * 4), evaluated("b", (9.0,) * 4, [1.0] * 4)]
+    entries = [JournalEntry(seq=index, time=float(index), event=event) for index, event in enumerate(events)]
+    assert RunHistory.of(entries).best is not None
+    assert lead_of_winner(RunHistory.of(entries)) is None
+
+
+def test_one_row_and_weights_of_other_rows_give_no_interval() -> None:
+    one = [evaluated("a", (1.0,), [1.0]), evaluated("b", (2.0,), [1.0])]
+    assert lead_of_winner(history_of(started("ab"), *one)) is None
+    two = [evaluated("a", FIRST, [1.0] * 4), evaluated("b", (9.0,) * 4, [1.0] * 4)]
+    assert lead_of_winner(history_of(started("ab", validation_weights=(1.0, 2.0)), *two)) is None
+
+
+def test_a_job_without_a_finite_loss_is_not_the_next_best_one() -> None:
+    rows = {"a": (1.0, 1.0), "b": (1.0, 0.0), "c": (0.0, 0.0)}
+    events = [
+        evaluated(job, (1.0, 2.0), [1.0] * 2, metric_rows=right, metrics={"accuracy": statistics.fmean(right)})
+        for job, right in rows.items()
+    ]
+    events[1] = replace(events[1], validation_loss=math.inf)
+    by_accuracy = {"method": "classification", "metric": "accuracy"}
+    lead = lead_of_winner(history_of(started("abc", **by_accuracy), *events))
+    assert lead is not None
+    assert lead.runner_up == "c"
+    assert lead_of_winner(history_of(started("ab", **by_accuracy), *events[:2])) is None
+
+
+def test_equal_jobs_are_within_noise_and_a_job_that_is_behind_for_certain_is_not() -> None:
+    lead = lead_of_winner(history_of(started("ab"), *(evaluated(job, FIRST, [1.0] * 4) for job in "ab")))
+    assert lead is not None
+    assert (lead.difference, lead.interval) == (0.0, (0.0, 0.0))
+    assert lead.is_within_noise
+    assert not replace(lead, difference=-2.0, interval=(-3.0, -1.0)).is_within_noise
+
+
+def test_only_a_lead_by_the_loss_is_a_note_of_its_own() -> None:
+    """By a metric the selection itself says which jobs it could not tell apart."""
+    right = {"a": (1.0, 1.0, 1.0, 0.0), "b": (1.0, 1.0, 0.0, 0.0)}
+    events = [
+        evaluated(job, FIRST, [1.0] * 4, metric_rows=rows, metrics={"accuracy": sum(rows) / 4})
+        for job, rows in right.items()
+    ]
+    history = history_of(started("ab", method="classification", metric="accuracy"), *events)
+    lead = lead_of_winner(history)
+    assert lead is not None
+    assert lead.is_within_noise
+    assert choice_notes(history) == ()

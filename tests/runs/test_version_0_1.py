@@ -12,6 +12,8 @@ from typer.testing import CliRunner
 
 from alto.cli import app
 from alto.early_exit import audit
+from alto.errors import NoResultError, RunNotFoundError
+from alto.results import load_run
 from alto.runs import TaskStage, read_entries, read_history, read_queue_history
 from alto.runs.events import QueueStarted, TaskResumed, TaskStarted, UnknownEvent
 
@@ -106,3 +108,20 @@ def test_a_queue_is_shown_reported_and_resumed(folder: Path) -> None:
     )
     assert [attempt.outcome for attempt in history.tasks["second"].attempts] == ["interrupted", "finished"]
     assert (queue / "tasks" / "second" / "best" / "adapter_model.safetensors").is_file()
+
+
+def test_the_results_of_a_finished_run_are_tables_and_those_of_an_interrupted_one_are_refused(folder: Path) -> None:
+    pytest.importorskip("pandas", reason="tables need the extra 'data'")
+    result = load_run(folder / "finished")
+    assert result.jobs.index[0] == result.best_job
+    assert len(result.jobs) == len(result.job_results) == 4
+    assert set(result.curves["job"]) == set(result.jobs.index)
+    assert result.training_losses.shape[1] == 4
+    assert result.configurations.empty
+    assert result.lead is None
+    assert result.best_job in result._repr_html_()
+    assert result.compare(result).same_data
+    with pytest.raises(NoResultError, match="alto resume"):
+        load_run(folder / "interrupted")
+    with pytest.raises(RunNotFoundError):
+        load_run(next((folder / "queue").rglob("journal.jsonl")).parent / "nothing")

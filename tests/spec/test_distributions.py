@@ -57,3 +57,39 @@ def test_paired_fields_take_them_too() -> None:
     distributions = pytest.importorskip("optuna", reason="the distributions are Optuna's").distributions
     pair = {"r": distributions.CategoricalDistribution([4, 8]), "lora_alpha": [8.0, 8.5]}
     assert space(paired=pair) == {"paired": [{"r": [4, 8], "lora_alpha": [8.0, 8.5]}]}
+
+
+def test_whole_numbers_stay_whole_where_a_field_takes_all() -> None:
+    distributions = pytest.importorskip("optuna", reason="the distributions are Optuna's").distributions
+    found = space(lora_alpha=distributions.IntDistribution(7, 9), warmup_steps=distributions.IntDistribution(0, 9))
+    assert found == {"lora_alpha": [7, 8, 9], "warmup_steps": {"min": 0, "max": 9, "log": False}}
+    with pytest.raises(SpecError, match="not limited to whole numbers"):
+        space(lora_alpha=distributions.IntDistribution(8, 64, log=True))
+    with pytest.raises(SpecError, match="at most 10000 values, found 20000"):
+        space(lora_alpha=distributions.IntDistribution(1, 20_000))
+
+
+def test_whole_numbers_of_ray_stay_whole() -> None:
+    tune = pytest.importorskip("ray.tune", reason="the distributions are Ray's")
+    assert space(lora_alpha=tune.randint(7, 10), r=tune.lograndint(2, 9)) == {
+        "lora_alpha": [7, 8, 9],
+        "r": {"min": 2, "max": 8, "log": True},
+    }
+    with pytest.raises(SpecError, match="not limited to whole numbers"):
+        space(lora_alpha=tune.lograndint(8, 64))
+
+
+def test_a_distribution_of_one_value_is_that_value() -> None:
+    distributions = pytest.importorskip("optuna", reason="the distributions are Optuna's").distributions
+    found = space(
+        learning_rate=distributions.FloatDistribution(1e-3, 1e-3), r=distributions.IntDistribution(4, 4, log=True)
+    )
+    assert found == {"learning_rate": [1e-3], "r": [4]}
+
+
+def test_steps_of_whole_numbers_and_of_fractions_end_where_optuna_ends() -> None:
+    distributions = pytest.importorskip("optuna", reason="the distributions are Optuna's").distributions
+    found = space(
+        lora_dropout=distributions.FloatDistribution(0.0, 0.3, step=0.1), r=distributions.IntDistribution(1, 7, step=3)
+    )
+    assert found == {"lora_dropout": [0.0, 0.1, 0.2, 0.3], "r": [1, 4, 7]}

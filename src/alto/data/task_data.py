@@ -28,6 +28,8 @@ class TaskData:
         num_shared: Validation rows that are training rows too.
         num_bad: Rows left out because they cannot be used.
         notes: Notices about the data, as sentences.
+        form: Form of the training rows, of a mixture that of the first source; empty where it is not known.
+        max_length: Tokens at which a row is cut; None where it is not known.
     """
 
     train: EncodedDataset
@@ -36,6 +38,8 @@ class TaskData:
     num_shared: int = 0
     num_bad: int = 0
     notes: tuple[str, ...] = ()
+    form: str = ""
+    max_length: int | None = None
 
     @property
     def splits(self) -> tuple[EncodedDataset, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -10,6 +11,7 @@ from typing import Any, Generic, TypeVar
 
 from alto.early_exit.noise import ordered
 from alto.records import LossPoint, Standing
+from alto.spec.metric import LEAST_SCORE
 
 __all__ = ["Repeated", "ranked_configurations"]
 
@@ -68,7 +70,7 @@ def _mean(name: str, group: Sequence[T]) -> T:
         first,
         job=name,
         validation_loss=_finite_mean([item.validation_loss for item in group]),
-        score=statistics.fmean(item.score for item in group),
+        score=_mean_score([item.score for item in group]),
         score_rows=_mean_rows([item.score_rows for item in group]),
         start_loss=statistics.fmean(starts) if len(starts) == len(group) else None,
         **facts,
@@ -80,8 +82,13 @@ def _finite_mean(values: Sequence[float]) -> float:
     return statistics.fmean(values) if all(map(math.isfinite, values)) else math.inf
 
 
+def _mean_score(scores: Sequence[float]) -> float:
+    """Their mean; the least of all numbers where one is that, because its metric is not finite."""
+    return LEAST_SCORE if LEAST_SCORE in scores else statistics.fmean(scores)
+
+
 def _mean_rows(rows: Sequence[Sequence[float]]) -> tuple[float, ...]:
-    """The mean of every row; none where they are not known for all."""
-    if len({len(values) for values in rows}) > 1:
+    """The mean of every row; none where they are not known for all, or one is not finite."""
+    if len({len(values) for values in rows}) > 1 or not all(map(math.isfinite, itertools.chain.from_iterable(rows))):
         return ()
     return tuple(map(statistics.fmean, zip(*rows, strict=True)))

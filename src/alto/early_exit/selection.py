@@ -355,7 +355,9 @@ class Selection:
         score; best score first."""
         ranked = self._ranked_bests()
         best_of = {group.mean.job: group.members[0] for group in ranked}
-        group = leading_group(one.mean for one in ranked)
+        failed = self._failed_configurations()
+        competing = [one.mean for one in ranked if one.mean.job not in failed] or [one.mean for one in ranked]
+        group = leading_group(competing)
         others = [point for point in group if point.score != group[0].score]
         return [best_of[point.job] for point in sorted(others, key=lambda point: (point.sort_key, point.job))]
 

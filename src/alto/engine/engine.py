@@ -167,7 +167,9 @@ class Engine:
         run_dir = RunDir.open(run)
         if _is_finished(run_dir):
             with in_background(self.observers) as observers:
-                return TaskResult(self._here(observers).resume(run_dir, trust_remote_code=trust_remote_code))
+                result = TaskResult(self._here(observers).resume(run_dir, trust_remote_code=trust_remote_code))
+            show_result(result, self.progress)
+            return result
         task = load_run_task(run_dir, trust_remote_code=trust_remote_code)
         is_other = num_gpus is not None and num_gpus != task.num_gpus
         task = task.replace(num_gpus=num_gpus) if is_other else task

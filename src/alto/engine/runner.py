@@ -178,6 +178,7 @@ class TaskRunner:
             task = task.replace(search_space=auto_space(hidden_size, task.fixed))
         base = None if resume_state is None else self._checked_base(task, backbone, resume_state)
         data = rows.encode(backbone.tokenizer, limits_of(backbone.model.config))
+        data = replace(data, form=rows.layout.form, max_length=rows.max_length)
         for split in data.splits:
             objective.check(split, [job.config for job in task.jobs])
         scoring = task.select_by

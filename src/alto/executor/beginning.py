@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from alto.backbone import Backbone, device_name
+from alto.data import TaskData
 from alto.early_exit import rung_notes
 from alto.executor.model_notes import model_notes
 from alto.executor.recorder import describe_job
@@ -68,7 +69,7 @@ def begin_events(state: TaskState, start: RunStart) -> Iterator[Event]:
         num_train=len(data.train),
         num_validation=len(data.validation),
         validation_weights=tuple(data.validation.weights),
-        data={**data.counts(), "fingerprint": data_fingerprint(data, context.base.chat_template)},
+        data=_described(data, data_fingerprint(data, context.base.chat_template)),
         notes=(
             *start.resume_state.notes,
             *data.notes,
@@ -89,6 +90,11 @@ def begin_events(state: TaskState, start: RunStart) -> Iterator[Event]:
     )
     if start.forecast is not None:
         yield _profile(start.forecast)
+
+
+def _described(data: TaskData, fingerprint: str) -> dict[str, Any]:
+    how: dict[str, Any] = {} if data.max_length is None else {"form": data.form, "max_length": data.max_length}
+    return {**data.counts(), **how, "fingerprint": fingerprint}
 
 
 def resume_event(state: TaskState, start: RunStart) -> TaskResumed:

@@ -41,12 +41,13 @@ def comparison_table(
     settings: Mapping[str, tuple[Any, Any]],
     *,
     same_data: bool | None,
+    same_loss: bool,
 ) -> RenderableType:
     """The facts of two runs, then the settings of their best jobs that differ.
 
     Args:
         run_dirs: Their folders.
-        facts, settings, same_data: As of :class:`alto.results.RunComparison`.
+        facts, settings, same_data, same_loss: As of :class:`alto.results.RunComparison`.
     """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
@@ -58,7 +59,7 @@ def comparison_table(
         table.add_section()
     for key, values in settings.items():
         table.add_row(f"best job: {clean(short_name(key))}", *map(format_setting, values))
-    return Group(table, *map(Text, _warnings(same_data, settings)))
+    return Group(table, *map(Text, _warnings(settings, same_data=same_data, same_loss=same_loss)))
 
 
 def write_comparison(
@@ -68,13 +69,14 @@ def write_comparison(
     settings: Mapping[str, tuple[Any, Any]],
     *,
     same_data: bool | None,
+    same_loss: bool,
 ) -> Path:
     """Write the same as one page that needs nothing else, with the validation curves of both best jobs, and what both
     generate for the prompts that the samples of both runs have.
 
     Args:
         path: The HTML file.
-        run_dirs, facts, settings, same_data: As of :func:`comparison_table`.
+        run_dirs, facts, settings, same_data, same_loss: As of :func:`comparison_table`.
 
     Raises:
         RunNotFoundError, RunError: The journal of a run is gone, or damaged.
@@ -89,7 +91,7 @@ def write_comparison(
         "compare.html.jinja",
         names=names,
         run_dirs=run_dirs,
-        warnings=_warnings(same_data, settings),
+        warnings=_warnings(settings, same_data=same_data, same_loss=same_loss),
         facts=[(name, [_format(name, value) for value in values]) for name, values in facts.items()],
         settings=[(short_name(key), list(map(format_setting, values))) for key, values in settings.items()],
         validation=figure,
@@ -146,12 +148,14 @@ def _common_samples(histories: Sequence[RunHistory]) -> list[dict[str, Any]]:
     ]
 
 
-def _warnings(same_data: bool | None, settings: Mapping[str, tuple[Any, Any]]) -> list[str]:
+def _warnings(settings: Mapping[str, tuple[Any, Any]], *, same_data: bool | None, same_loss: bool) -> list[str]:
     found = []
     if same_data is False:
         found.append("The runs have other rows, or other tokens of them: their losses cannot be compared.")
     if same_data is None:
         found.append("A journal does not record its rows: whether the losses can be compared is not known.")
+    if not same_loss:
+        found.append("The best jobs have other losses, by method or by its settings: they cannot be compared.")
     if not settings:
         found.append("The best jobs have the same configuration.")
     return found

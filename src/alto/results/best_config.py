@@ -34,6 +34,9 @@ _CLASSES: Mapping[str, tuple[str, str]] = {
 _OF_THE_ADAPTER = frozenset({*SHAPE_FIELDS, "lora_dropout", "init_lora_weights"})
 """Keys of a job that are in PEFT's configuration, not in the trainer's."""
 
+_MAX_LENGTH = 1024
+"""Where rows are cut, of a run whose journal does not have it."""
+
 _HARMLESS: Mapping[str, Any] = {"loraplus_lr_ratio": 1.0, "mixture_weights": None}
 """Keys that no class of arguments has, each with the value that needs none."""
 
@@ -65,7 +68,7 @@ def best_config(history: RunHistory, adapter_dir: Path) -> BestConfig:
     except ImportError:
         raise UnsupportedError("best_config: expected peft, found that it is not installed; pip install peft") from None
     known = {field.name for field in fields(kind)}
-    wanted = training_arguments(task, best.config)
+    wanted = training_arguments(task, best.config, {} if history.started is None else history.started.data)
     carried = {key: value for key, value in wanted.items() if key in known}
     # The base is loaded in the precision of the task, and nothing is recomputed: transformers renamed the option.
     checkpointing = "activation_checkpointing" if "activation_checkpointing" in known else "gradient_checkpointing"
@@ -79,29 +82,40 @@ def best_config(history: RunHistory, adapter_dir: Path) -> BestConfig:
     return BestConfig(PeftConfig.from_pretrained(str(adapter_dir)), training, left)
 
 
-def training_arguments(task: Task, config: Mapping[str, Any]) -> dict[str, Any]:
+def training_arguments(task: Task, config: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a job that decide its training, in the spelling and with the meaning of TRL and transformers.
 
     Args:
         task: Of the job.
         config: Of the job, canonical keys.
+        data: As the event ``task_started`` has it: the form of the rows, and where they are cut.
     """
     found = {key: value for key, value in config.items() if key not in _OF_THE_ADAPTER and value is not None}
-    found["max_length"] = task.max_length or 1024
+    found["max_length"] = task.max_length or data.get("max_length") or _MAX_LENGTH
     found["max_grad_norm"] = config.get("max_grad_norm") or 0.0
     ratio = found.pop("warmup_ratio", 0.0)
     found["warmup_steps"] = found.get("warmup_steps") or ratio  # below 1 a share, in transformers too
     found["optim_args"] = (
         ",".join(f"{key}={value}" for key, value in dict(found.get("optim_args") or {}).items()) or None
     )
-    if task.method == "sft" and task.train_on == "all":
-        found["completion_only_loss"] = False
+    if task.method == "sft":
+        found |= _trained_tokens(task, data)
     if task.method == "dpo":
         settings: dict[str, Any] = {key: config.get(key) for key in DpoSettings.model_fields}
         forms = DpoSettings(**settings).forms
         found |= {"loss_type": list(forms), "loss_weights": list(forms.values()) if len(forms) > 1 else None}
         found.pop("rpo_alpha", None)
     return found
+
+
+def _trained_tokens(task: Task, data: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of TRL that train the tokens of ``train_on``; by default it trains all tokens of ``messages``."""
+    are_messages = data.get("form") in ("messages", "sharegpt")
+    if task.train_on == "all":
+        return {"completion_only_loss": False}
+    if task.train_on == "last" and are_messages:
+        return {"train_on": "last"}
+    return {"assistant_only_loss": True} if are_messages else {}
 
 
 def _arguments_class(method: str) -> type[TrainingArguments]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from alto.records import TaskOutcome
 from alto.results.frames import import_pandas
 from alto.runs import RunHistory
+from alto.spec.metric import loss_scale
 
 if TYPE_CHECKING:
     import pandas
@@ -25,15 +26,17 @@ class RunComparison:
     Attributes:
         run_dirs: Their folders.
         facts: By name, the values of both: what was trained on, losses and metrics of the best adapters, jobs, samples,
-            seconds. Losses can be compared where ``same_data`` is true.
+            seconds. Losses can be compared where ``same_data`` and ``same_loss`` are true.
         settings: Settings of the best jobs that differ, by key, with the values of both; None where a job has none.
         same_data: Whether both have the same training and validation tokens; None where a journal does not tell.
+        same_loss: Whether the losses of both best jobs are of one method with equal settings, such as ``beta``.
     """
 
     run_dirs: tuple[str, str]
     facts: Mapping[str, tuple[Any, Any]]
     settings: Mapping[str, tuple[Any, Any]]
     same_data: bool | None
+    same_loss: bool
 
     def to_frame(self) -> pandas.DataFrame:
         """Facts and differing settings as rows, the runs as columns.
@@ -54,12 +57,21 @@ class RunComparison:
         """
         from alto.export import write_comparison
 
-        return write_comparison(Path(path), self.run_dirs, self.facts, self.settings, same_data=self.same_data)
+        return write_comparison(
+            Path(path),
+            self.run_dirs,
+            self.facts,
+            self.settings,
+            same_data=self.same_data,
+            same_loss=self.same_loss,
+        )
 
     def __rich__(self) -> RenderableType:
         from alto.export import comparison_table
 
-        return comparison_table(self.run_dirs, self.facts, self.settings, same_data=self.same_data)
+        return comparison_table(
+            self.run_dirs, self.facts, self.settings, same_data=self.same_data, same_loss=self.same_loss
+        )
 
     def _repr_html_(self) -> str:
         from rich.console import Console
@@ -83,11 +95,15 @@ def compare(
     keys = dict.fromkeys(key for config in configs for key in config)
     both = {key: (configs[0].get(key), configs[1].get(key)) for key in keys}
     prints = [_data_fingerprint(history), _data_fingerprint(other_history)]
+    losses = [
+        (found.method, loss_scale(config)) for found, config in zip((history, other_history), configs, strict=True)
+    ]
     return RunComparison(
         run_dirs=(outcome.run_dir, other_outcome.run_dir),
         facts={name: (one.get(name), other.get(name)) for name in dict.fromkeys((*one, *other))},
         settings={key: values for key, values in both.items() if values[0] != values[1]},
         same_data=None if None in prints else prints[0] == prints[1],
+        same_loss=losses[0] == losses[1],
     )
 
 

@@ -8,11 +8,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from alto.errors import NoResultError, SpecError
 from alto.records import AdapterCheck, FinalistScore, JobResult, Lead, TaskOutcome
 from alto.results.best_config import BestConfig, best_config
 from alto.results.comparison import RunComparison, compare
 from alto.results.frames import configuration_frame, curve_frame, job_frame, loss_frame, sample_frame
-from alto.runs import RunDir, RunHistory, load_run_task, read_history, task_outcome
+from alto.runs import RunDir, RunHistory, load_run_task, read_history, resume_command, task_outcome
 
 if TYPE_CHECKING:
     import pandas
@@ -196,7 +197,7 @@ class TaskResult:
 
     @property
     def best_config(self) -> BestConfig:
-        """The best job's configuration as PEFT and TRL take it: ``lora, training = result.best_config``.
+        """The best job's configuration as PEFT and TRL take it: ``lora, training, not_carried = result.best_config``.
 
         Raises:
             UnsupportedError: peft or trl is not installed, or neither has a trainer for the task's method.
@@ -216,12 +217,18 @@ class TaskResult:
             trust_remote_code: Allow the Python code that comes with the base model, where the run's task asks for it.
 
         Raises:
+            SpecError: Both ``model`` and ``device`` are given.
             UnsupportedError: peft is not installed.
             UntrustedCodeError: The task asks for that code, and it is not allowed.
             ModelError: The base model is no longer there, or cannot be loaded.
         """
         from alto.results.loading import load_adapter
 
+        if model is not None and device is not None:
+            raise SpecError(
+                f"load_best: expected a model, or the device that one is loaded to, found both (device={device!r}); "
+                "move the model with model.to(device), and leave out device"
+            )
         task = load_run_task(RunDir.open(self.run_dir), trust_remote_code=trust_remote_code, is_trained=False)
         return load_adapter(Path(self.adapter_dir), task, model, device=device)
 
@@ -256,8 +263,14 @@ def load_run(run: str | Path) -> TaskResult:
 
     Raises:
         RunNotFoundError: There is no run.
-        NoResultError: It has not finished, or has no usable adapter.
+        NoResultError: It has not finished, has no usable adapter, or its best adapter was not exported.
         RunError: Its journal is damaged.
     """
     run_dir = RunDir.open(run)
-    return TaskResult(task_outcome(read_history(run_dir.root), run_dir))
+    outcome = task_outcome(read_history(run_dir.root), run_dir)
+    if not run_dir.best.is_dir():
+        raise NoResultError(
+            f"expected the best adapter of a finished run in {run_dir.best}, found no such folder; export it with: "
+            f"{resume_command(run_dir.root)}"
+        )
+    return TaskResult(outcome)

@@ -79,15 +79,16 @@ def _what_rows_cannot_tell(history: RunHistory, winner: JobHistory, tied: Sequen
 
 def _what_repetitions_say(winner: JobHistory, configurations: Sequence[ConfigurationHistory]) -> str:
     metric = configurations[0].metric.replace("_", " ")
-    first, *others = (f"{_spread(one)} over {len(one.jobs)} seeds" for one in configurations)
+    first, *others = map(_spread, configurations)
     next_best = f"; the next best configuration ({configurations[1].jobs[0].job}): {others[0]}" if others else ""
     return f"{metric} of {winner.job}'s configuration: {first}{next_best}. Configurations were ranked by their means."
 
 
 def _spread(one: ConfigurationHistory) -> str:
+    seeds = "1 seed" if len(one.jobs) == 1 else f"{len(one.jobs)} seeds"
     if math.isnan(one.mean):
-        return "not known, as a job has no finite loss,"
-    return f"{one.mean:.4g}" if math.isnan(one.deviation) else f"{one.mean:.4g} ± {one.deviation:.2g}"
+        return f"not known, as a job has no finite loss, over {seeds}"
+    return f"{one.mean:.4g}{'' if math.isnan(one.deviation) else f' ± {one.deviation:.2g}'} over {seeds}"
 
 
 def _what_losses_cannot_tell(winner: JobHistory, lead: Lead) -> str:

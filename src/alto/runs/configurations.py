@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from alto.records import ExitReason
 from alto.runs.history import RunHistory
 from alto.runs.job_history import JobHistory
 from alto.spec.metric import LOSS
@@ -16,7 +17,7 @@ __all__ = ["ConfigurationHistory", "repeated_configurations"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigurationHistory:
-    """One configuration and the jobs that repeat it.
+    """One configuration and the jobs that repeat it; a job that repeats none is one by itself.
 
     Attributes:
         jobs: Best first.
@@ -30,24 +31,35 @@ class ConfigurationHistory:
     mean: float
     deviation: float
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether one of several jobs has diverged or failed, so that the configuration comes after all others."""
+        is_repeated = any(job.configuration is not None for job in self.jobs)
+        return is_repeated and any(job.exit_reason in (ExitReason.DIVERGING, ExitReason.FAILED) for job in self.jobs)
+
 
 def repeated_configurations(history: RunHistory) -> list[ConfigurationHistory]:
-    """The repeated configurations of a run, that of the chosen job first, then by their means; empty where jobs repeat
-    none."""
+    """The configurations of a run, that of the chosen job first, then by their means, after them those of which a job
+    has diverged or failed; empty where jobs repeat none."""
     groups: dict[str, list[JobHistory]] = {}
     for job in history.ranked():
-        if job.configuration is not None:
-            groups.setdefault(job.configuration, []).append(job)
-    best = None if history.best is None else history.best.configuration
+        groups.setdefault(_name_of(job), []).append(job)
+    if all(job.configuration is None for job in history.jobs.values()):
+        return []
+    best = None if history.best is None else _name_of(history.best)
     sign = 1.0 if history.metric == LOSS else -1.0
     found = {name: _configuration(jobs, history.metric) for name, jobs in groups.items()}
 
-    def key(item: tuple[str, ConfigurationHistory]) -> tuple[bool, bool, float]:
+    def key(item: tuple[str, ConfigurationHistory]) -> tuple[bool, bool, bool, float]:
         name, one = item
         is_unknown = math.isnan(one.mean)
-        return (name != best, is_unknown, 0.0 if is_unknown else sign * one.mean)
+        return (name != best, is_unknown, one.has_failed, 0.0 if is_unknown else sign * one.mean)
 
     return [one for _, one in sorted(found.items(), key=key)]
+
+
+def _name_of(job: JobHistory) -> str:
+    return job.job if job.configuration is None else job.configuration
 
 
 def _configuration(jobs: Sequence[JobHistory], metric: str) -> ConfigurationHistory:

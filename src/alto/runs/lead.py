@@ -20,7 +20,8 @@ def lead_of_winner(history: RunHistory) -> Lead | None:
     adapter, or the values of the rows are not known.
 
     By the score of answers where a scorer chose, else by the task's metric; both jobs stand with their best evaluation.
-    Where jobs repeat configurations, the next best one is the best of the next best configuration.
+    Where jobs repeat configurations, the next best one is the best of the next best configuration. Where the metric is
+    the loss, jobs whose loss has another scale are left out.
     """
     winner = history.best
     if history.result is None or winner is None:
@@ -45,29 +46,35 @@ def lead_of_winner(history: RunHistory) -> Lead | None:
 def _runner_up(history: RunHistory, winner: JobHistory) -> JobHistory | None:
     """The next best job; where jobs repeat configurations, the best one of the next best configuration."""
     of_others = [one.jobs[0] for one in repeated_configurations(history)[1:]]
-    return next((job for job in of_others or history.ranked() if _competes(job, winner)), None)
+    return next((job for job in of_others or history.ranked() if _competes(job, winner, history.metric)), None)
 
 
-def _competes(job: JobHistory, winner: JobHistory) -> bool:
-    is_finite = math.isfinite(job.best_validation_loss)
-    return job is not winner and is_finite and loss_scale(job.config) == loss_scale(winner.config)
+def _competes(job: JobHistory, winner: JobHistory, metric: str) -> bool:
+    is_comparable = metric != LOSS or loss_scale(job.config) == loss_scale(winner.config)
+    return job is not winner and math.isfinite(job.best_validation_loss) and is_comparable
 
 
 def _lead(
     runner_up: str, metric: str, higher: Sequence[float], lower: Sequence[float], weights: Sequence[float]
 ) -> Lead | None:
-    """The weighted mean of the differences of rows, with its 95 % interval (Student's, of a ratio of sums)."""
+    """The weighted mean of the differences of rows, with its 95 % interval (Student's, of a ratio of sums); None where
+    they are not finite."""
     num_rows = len(higher)
     if num_rows < 2 or num_rows != len(lower) or (weights and len(weights) != num_rows):
         return None
     differences = [a - b for a, b in zip(higher, lower, strict=True)]
-    if not all(map(math.isfinite, differences)):
-        return None
     shares = weights or [1.0] * num_rows
     total = sum(shares)
     mean = sum(share * difference for share, difference in zip(shares, differences, strict=True)) / total
-    residuals = sum((share * (difference - mean)) ** 2 for share, difference in zip(shares, differences, strict=True))
+    try:
+        residuals = sum(
+            (share * (difference - mean)) ** 2 for share, difference in zip(shares, differences, strict=True)
+        )
+    except OverflowError:
+        return None
     half = student_quantile(num_rows - 1) * math.sqrt(residuals * num_rows / (num_rows - 1)) / total
+    if not math.isfinite(mean) or not math.isfinite(half):
+        return None
     return Lead(
         runner_up=runner_up, metric=metric, difference=mean, interval=(mean - half, mean + half), num_rows=num_rows
     )

@@ -7,7 +7,7 @@ from typing import Literal
 
 from alto.spec.quoting import quoted
 
-__all__ = ["RowFormName", "check_columns", "label_names"]
+__all__ = ["ROW_COLUMNS", "RowFormName", "check_columns", "label_names"]
 
 RowFormName = Literal[
     "auto",
@@ -29,6 +29,9 @@ _COLUMN_ROLES = (
     *("tools", "functions", "chat_template_kwargs"),
 )
 """Roles of a dataset's columns: the keys of ``columns``."""
+
+ROW_COLUMNS = frozenset({*_COLUMN_ROLES, "conversations", "question", "answer", "response", "sentence"})
+"""Columns by which rows are recognised, under their usual names."""
 
 
 def check_columns(columns: object) -> dict[str, str]:

@@ -16,55 +16,80 @@ __all__ = ["as_values"]
 _MAX_VALUES = 10_000
 
 
-def as_values(value: Any, path: str) -> Any:
+def as_values(value: Any, path: str, *, is_integer: bool) -> Any:
     """A list or a range as :meth:`alto.spec.SearchSpace.parse` takes them; any other value is returned as it is.
+
+    A distribution of one value is a list of it. One of whole numbers is a list of them where ranges of the field have
+    all numbers in between.
 
     Args:
         value: ``FloatDistribution``, ``IntDistribution`` or ``CategoricalDistribution`` of Optuna; ``choice``,
             ``uniform``, ``loguniform``, ``randint``, ``lograndint`` (without their upper end) or ``grid_search`` of Ray
             Tune.
         path: Where it stands, for messages.
+        is_integer: Whether ranges of the field are of whole numbers.
 
     Raises:
         SpecError: A distribution that is no range and no list, such as a normal one.
     """
     package, kind = type(value).__module__.partition(".")[0], type(value).__name__
     if package == "optuna" and kind.endswith("Distribution"):
-        return _of_optuna(value, kind, path)
+        return _of_optuna(value, kind, path, is_integer=is_integer)
     if package == "ray" and kind in ("Float", "Integer", "Categorical", "Function", "Quantized"):
-        return _of_ray(value, kind, path)
+        return _of_ray(value, kind, path, is_integer=is_integer)
     if isinstance(value, dict) and value.keys() == {"grid_search"}:
         return value["grid_search"]
     return value
 
 
-def _of_optuna(value: Any, kind: str, path: str) -> Any:
+def _of_optuna(value: Any, kind: str, path: str, *, is_integer: bool) -> Any:
     if kind == "CategoricalDistribution":
         return list(value.choices)
     if kind not in ("FloatDistribution", "IntDistribution"):
         raise _unknown(value, path)
+    is_whole = kind == "IntDistribution"
     step = value.step
-    if step is not None and not (kind == "IntDistribution" and step == 1):
+    if step is not None and not (is_whole and step == 1):
         count = math.floor((value.high - value.low) / step + 1e-9) + 1
-        if count > _MAX_VALUES:
-            raise SpecError(f"{path} should have at most {_MAX_VALUES} values, found {count} in {quoted(value)}.")
+        _check_count(count, value, path)
         # Multiples of the step are rounded, so that 0.1 and 3 steps of 0.1 give 0.4.
-        return [
-            value.low + index * step if kind == "IntDistribution" else _rounded(value.low + index * step)
-            for index in range(count)
-        ]
-    return {"min": value.low, "max": value.high, "log": bool(value.log)}
+        return [value.low + index * step if is_whole else _rounded(value.low + index * step) for index in range(count)]
+    if is_whole and not is_integer:
+        return _whole_numbers(value, value.low, value.high, path, log=value.log)
+    return _range(value.low, value.high, log=value.log)
 
 
-def _of_ray(value: Any, kind: str, path: str) -> Any:
+def _of_ray(value: Any, kind: str, path: str, *, is_integer: bool) -> Any:
     if kind == "Categorical":
         return list(value.categories)
     sampler = type(value.sampler).__name__.lstrip("_") if getattr(value, "sampler", None) is not None else "Uniform"
     if kind not in ("Float", "Integer") or sampler not in ("Uniform", "LogUniform"):
         raise _unknown(value, path)
-    # Ray's whole numbers end before their upper end.
-    high = value.upper - 1 if kind == "Integer" else value.upper
-    return {"min": value.lower, "max": high, "log": sampler == "LogUniform"}
+    log = sampler == "LogUniform"
+    if kind == "Float":
+        return _range(value.lower, value.upper, log=log)
+    high = value.upper - 1  # Ray's whole numbers end before their upper end
+    return _range(value.lower, high, log=log) if is_integer else _whole_numbers(value, value.lower, high, path, log=log)
+
+
+def _range(low: float, high: float, *, log: bool) -> Any:
+    return [low] if low == high else {"min": low, "max": high, "log": bool(log)}
+
+
+def _whole_numbers(value: object, low: int, high: int, path: str, *, log: bool) -> list[int]:
+    """The whole numbers of a distribution, for a field that takes others too."""
+    if log and low != high:
+        raise SpecError(
+            f"{path} should be a range of all numbers, or a list, as the field is not limited to whole numbers, found "
+            f"{quoted(value)}. Write {{min: {low}, max: {high}, log: true}}, or list some of them."
+        )
+    _check_count(high - low + 1, value, path)
+    return list(range(low, high + 1))
+
+
+def _check_count(count: int, value: object, path: str) -> None:
+    if count > _MAX_VALUES:
+        raise SpecError(f"{path} should have at most {_MAX_VALUES} values, found {count} in {quoted(value)}.")
 
 
 def _rounded(value: float) -> float:

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import date, time
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any, BinaryIO
 
 from alto.errors import DataError, SpecError
 from alto.spec.cache_home import cache_home
+from alto.spec.data_forms import ROW_COLUMNS
 from alto.spec.quoting import quoted
 
 __all__ = ["with_rows_in_files"]
@@ -24,8 +26,11 @@ __all__ = ["with_rows_in_files"]
 _KEYS = {"train": "dataset", "validation": "validation_dataset", "test": "test_dataset"}
 """By name of a split: the key of the task that names its rows."""
 
+_MISNAMED = ("val", "valid", "dev", "eval")
+"""Other names of the split ``validation``: rows under them would be left out."""
+
 _SOURCE_KEYS = frozenset({"path", "dataset", "weight"})
-"""Keys that the sources of a mixture have, and rows have not."""
+"""Keys that the sources of a mixture have."""
 
 _NAME = "task"
 _CHUNK = 2**20
@@ -35,14 +40,15 @@ def with_rows_in_files(values: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of a task, where rows that are Python objects are replaced by the path of a file that holds them.
 
     Rows are a ``datasets.Dataset``, a pandas ``DataFrame``, or whatever yields mappings of columns to values: a list,
-    a generator, a function that makes one. ``dataset`` may be a mapping of splits to rows, such as a
-    ``datasets.DatasetDict``: ``train`` (or the split that ``dataset_train_split`` names), ``validation``, ``test``.
+    a generator; or a function that returns one of these. ``dataset`` may be a mapping of splits to rows, such as a
+    ``datasets.DatasetDict``: ``train`` (or the split that ``dataset_train_split`` names), ``validation``, ``test`` (or
+    the split that ``dataset_test_split`` names). Missing cells of a frame become null.
 
     Args:
         values: By canonical names.
 
     Raises:
-        SpecError: There are no rows, or one is no mapping or holds a value that JSON cannot.
+        SpecError: There are no rows, one is no mapping or holds a value that JSON cannot, or a split is missing.
         DataError: The file cannot be written.
     """
     found = dict(values)
@@ -66,10 +72,25 @@ def _splits(dataset: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, 
             f"dataset should be rows, or a mapping of splits to rows with {train!r} among them, found a mapping with "
             f"{quoted(list(dataset))}. Give the split to train on, or name it with dataset_train_split."
         )
-    names = {"train": train, "validation": "validation", "test": values.get("dataset_test_split") or "test"}
+    test = values.get("dataset_test_split")
+    if test is not None and test not in dataset:
+        raise SpecError(
+            f"dataset_test_split should be a split of the dataset ({', '.join(map(quoted, dataset))}), found "
+            f"{quoted(test)}. Set it to one of them."
+        )
+    names = {"train": train, "validation": "validation", "test": test or "test"}
     found = {"dataset": dataset[train], "dataset_train_split": None, "dataset_test_split": None}
-    for split in ("validation", "test"):
-        is_given = any(values.get(key) is not None for key in (f"{split}_dataset", f"{split}_split"))
+    given = {
+        split: any(values.get(key) is not None for key in (f"{split}_dataset", f"{split}_split"))
+        for split in ("validation", "test")
+    }
+    misnamed = [split for split in dataset if split in _MISNAMED and split not in names.values()]
+    if misnamed and "validation" not in dataset and not given["validation"]:
+        raise SpecError(
+            f"dataset should have the rows to validate on in the split 'validation', found {misnamed[0]!r}. Rename it, "
+            "or give its rows as validation_dataset."
+        )
+    for split, is_given in given.items():
         if names[split] in dataset and names[split] != train and not is_given:
             found[_KEYS[split]] = dataset[names[split]]
     return found
@@ -92,29 +113,46 @@ def _are_rows(value: object) -> bool:
     if value is None or isinstance(value, str | bytes | os.PathLike | Mapping | int | float):
         return False
     if isinstance(value, list | tuple):
-        return bool(value) and all(isinstance(item, Mapping) and not _SOURCE_KEYS & item.keys() for item in value)
+        return bool(value) and all(isinstance(item, Mapping) and not _is_source(item) for item in value)
     return callable(value) or isinstance(value, Iterable) or hasattr(value, "__getitem__")
+
+
+def _is_source(item: Mapping[Any, Any]) -> bool:
+    """Whether it is a source of a mixture; a row, too, may have a column such as ``dataset``."""
+    return bool(_SOURCE_KEYS & item.keys()) and not ROW_COLUMNS & item.keys()
 
 
 def _kept(rows: Any, key: str) -> Path:
     """The file that holds ``rows``."""
+    rows = rows() if callable(rows) else rows
     kind = type(rows).__module__.partition(".")[0]
-    if kind == "datasets" and hasattr(rows, "to_parquet"):
+    if kind == "datasets" and hasattr(rows, "to_parquet") and not _is_transformed(rows):
         return _written(lambda file: rows.to_parquet(file), ".parquet", key)
-    if kind == "pandas" and hasattr(rows, "to_json"):
-        return _written(lambda file: file.write(_frame_text(rows, key).encode()), ".jsonl", key)
-    made = rows() if callable(rows) else rows
-    return _written(lambda file: file.writelines(_lines(made, key)), ".jsonl", key)
+    if kind == "pandas" and hasattr(rows, "itertuples"):
+        rows = _frame_rows(rows, key)
+    return _written(lambda file: file.writelines(_lines(rows, key)), ".jsonl", key)
 
 
-def _frame_text(frame: Any, key: str) -> str:
-    try:
-        text: str = frame.to_json(orient="records", lines=True, date_format="iso", force_ascii=False)
-    except (ValueError, TypeError, OverflowError) as error:
+def _is_transformed(rows: Any) -> bool:
+    """Whether a function makes the rows of a ``datasets.Dataset`` when they are read (``set_transform``)."""
+    shown: Any = getattr(rows, "format", None)
+    return isinstance(shown, Mapping) and shown.get("type") == "custom"
+
+
+def _frame_rows(frame: Any, key: str) -> Iterator[dict[Any, Any]]:
+    """The rows of a frame, as they are: its own JSON would round numbers. Missing cells are None."""
+    columns = list(frame.columns)
+    twice = next((column for column, count in Counter(columns).items() if count > 1), None)
+    if twice is not None:
         raise SpecError(
-            f"{key} should be a frame of rows that JSON can hold, found one that it cannot: {error}."
-        ) from None
-    return text
+            f"{key} should be a frame of rows with every column once, found {quoted(twice)} twice. Rename one."
+        )
+    cells = frame.itertuples(index=False, name=None)
+    missing = frame.isna().itertuples(index=False, name=None)
+    return (
+        {column: None if is_missing else cell for column, cell, is_missing in zip(columns, row, gaps, strict=True)}
+        for row, gaps in zip(cells, missing, strict=True)
+    )
 
 
 def _lines(rows: Any, key: str) -> Iterator[bytes]:
@@ -124,7 +162,7 @@ def _lines(rows: Any, key: str) -> Iterator[bytes]:
         raise SpecError(
             f"{key} should be a path, a name, or rows as mappings of columns to values, found {quoted(rows)}."
         ) from None
-    for number, row in enumerate(iterator, start=1):
+    for number, row in enumerate(_drawn(iterator), start=1):
         if not isinstance(row, Mapping):
             raise SpecError(
                 f"{key} should yield rows as mappings of columns to values, found {quoted(row)} "
@@ -138,6 +176,21 @@ def _lines(rows: Any, key: str) -> Iterator[bytes]:
                 f"{key} should have text, numbers, lists and mappings as values, found others in row {number}: "
                 f"{error}. Convert them, or remove the column."
             ) from None
+
+
+class _RowsFailedError(Exception):
+    """The user's rows have raised ``error``, in contrast to the file that they are written to."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def _drawn(rows: Iterator[Any]) -> Iterator[Any]:
+    try:
+        yield from rows
+    except OSError as error:
+        raise _RowsFailedError(error) from error
 
 
 def _plain(value: Any) -> Any:
@@ -168,6 +221,8 @@ def _written(write: Callable[[BinaryIO], object], ending: str, key: str) -> Path
         path = folder / f"{_digest(fresh)}{ending}"
         fresh.chmod(0o644)
         fresh.replace(path)
+    except _RowsFailedError as failed:
+        raise failed.error from failed.error.__cause__
     except OSError as error:
         raise _unwritable(folder, error) from error
     finally:

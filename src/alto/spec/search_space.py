@@ -298,7 +298,7 @@ def _pairings(value: object, method: Method) -> list[tuple[Axis, ...]]:
 
 def _pairing(value: object, path: str, method: Method) -> tuple[Axis, ...]:
     given = _canonical(_mapping(value, path), method, path)
-    fields = {key: as_values(values, f"{path}.{key}") for key, values in given.items()}
+    fields = {key: _values(key, values, f"{path}.{key}", method) for key, values in given.items()}
     if not fields:
         raise SpecError(f"{path} should tie two or more fields together, found none. Name them, or remove 'paired'.")
     for key, values in fields.items():
@@ -314,8 +314,13 @@ def _pairing(value: object, path: str, method: Method) -> tuple[Axis, ...]:
     return axes
 
 
+def _values(key: str, value: object, path: str, method: Method) -> Any:
+    """What a distribution of another package stands for."""
+    return as_values(value, path, is_integer=int in _kinds(key, method) or key == "warmup_steps")
+
+
 def _axis(key: str, value: object, path: str, method: Method, *, may_repeat: bool = False) -> Axis:
-    value = as_values(value, path)
+    value = _values(key, value, path, method)
     if key == MIXTURE_WEIGHTS and isinstance(value, Mapping):
         value = _weights_grid(value)
     is_mapping = key in MAPPING_FIELDS
@@ -356,9 +361,14 @@ def _check_value(key: str, value: object, path: str, method: Method) -> None:
         raise SpecError(f"In {path}: {error}") from None
 
 
-def _sampled(key: str, given: Mapping[Any, Any], path: str, method: Method) -> Sampled:
+def _kinds(key: str, method: Method) -> tuple[Any, ...]:
+    """The types of a field's values."""
     annotation = {**JobConfig.model_fields, **method.fields}[key].annotation
-    kinds = get_args(annotation) or (annotation,)
+    return get_args(annotation) or (annotation,)
+
+
+def _sampled(key: str, given: Mapping[Any, Any], path: str, method: Method) -> Sampled:
+    kinds = _kinds(key, method)
     if not {int, float} & set(kinds):
         raise SpecError(
             f"{path} is not a number and cannot be sampled; expected a value or a list, found {quoted(dict(given))}."

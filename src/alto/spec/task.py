@@ -169,6 +169,7 @@ class Task(DataKeys):
     _method: Method = PrivateAttr()
     _fixed: dict[str, Any] = PrivateAttr()
     _jobs: tuple[Job, ...] = PrivateAttr()
+    _repetitions: Mapping[str, str] = PrivateAttr()
 
     def __init__(self, /, **values: Any) -> None:
         values = with_task_type(values)
@@ -193,6 +194,7 @@ class Task(DataKeys):
         self._fixed = {key: plain(value) for key, value in fixed.items()}
         check_search(self.search, self.search_space, self.early_exit)
         self._jobs = _expand(self, fixed, method)
+        self._repetitions = _repetitions(self)
         if self.search.algorithm == "tpe":
             _check_suggestions(self, fixed, method)
         check_selection(self.select_by, method)
@@ -227,12 +229,7 @@ class Task(DataKeys):
     def repetitions(self) -> Mapping[str, str]:
         """By job that repeats a configuration, or is repeated: the id of the first of these jobs; empty where none
         is."""
-        if self.repeat_by == "none" or self.search.algorithm != "grid" or "seed" not in self.search_space.varied:
-            return {}
-        first: dict[JobConfig, str] = {}
-        found = {job.id: first.setdefault(job.config.replace(seed=0), job.id) for job in self._jobs}
-        repeated = {name for job, name in found.items() if job != name}
-        return {job: name for job, name in found.items() if name in repeated}
+        return self._repetitions
 
     @property
     def base_model(self) -> BaseModelSpec:
@@ -388,6 +385,15 @@ def _expand(task: Task, fixed: Mapping[str, Any], method: Method) -> tuple[Job, 
             )
         jobs.append(Job(id=job_id, config=config, values=varied))
     return tuple(jobs)
+
+
+def _repetitions(task: Task) -> dict[str, str]:
+    if task.repeat_by == "none" or task.search.algorithm != "grid" or "seed" not in task.search_space.varied:
+        return {}
+    first: dict[JobConfig, str] = {}
+    found = {job.id: first.setdefault(job.config.replace(seed=0), job.id) for job in task.jobs}
+    repeated = {name for job, name in found.items() if job != name}
+    return {job: name for job, name in found.items() if name in repeated}
 
 
 def _check_suggestions(task: Task, fixed: Mapping[str, Any], method: Method) -> None:

@@ -1,0 +1,60 @@
+"""``alto compare``: two finished runs side by side."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_folders import write_run
+from typer.testing import CliRunner, Result
+
+from alto.cli import app
+from alto.errors import NoResultError, RunNotFoundError
+
+Events = list[dict[str, Any]]
+START = 1_763_635_000.0
+
+
+def invoke(*words: object) -> Result:
+    return CliRunner(env={"COLUMNS": "120"}).invoke(app, [*map(str, words)])
+
+
+@pytest.fixture
+def runs(tmp_path: Path, small_run: Events) -> tuple[Path, Path]:
+    """Two finished runs: the best job of the second has another learning rate."""
+    other = copy.deepcopy(small_run)
+    other[0]["jobs"][3]["config"] |= {"learning_rate": 5e-3}  # of the best one
+    found = []
+    for name, events in (("one", small_run), ("other", other)):
+        folder = write_run(tmp_path, name, events, start=START)
+        (folder / "best").mkdir(exist_ok=True)
+        found.append(folder)
+    return found[0], found[1]
+
+
+def test_facts_and_settings_that_differ_are_shown(runs: tuple[Path, Path]) -> None:
+    shown = invoke("compare", *runs)
+    assert shown.exit_code == 0, shown.output
+    assert "validation loss" in shown.stdout
+    assert "A journal does not record its rows" in " ".join(shown.stdout.split())
+
+
+def test_the_json_has_both_values_of_every_fact(runs: tuple[Path, Path]) -> None:
+    shown = invoke("compare", *runs, "--json")
+    assert shown.exit_code == 0, shown.output
+    facts = json.loads(shown.stdout)
+    assert facts["run_dirs"] == [str(run.resolve()) for run in runs]
+    assert facts["same_data"] is None
+    assert facts["same_loss"] is True
+    assert facts["facts"]["validation loss"] == [1.9, 1.9]
+    assert facts["settings"] == {"learning_rate": [2e-4, 5e-3]}
+
+
+def test_what_is_no_finished_run_is_refused(runs: tuple[Path, Path], tmp_path: Path, small_run: Events) -> None:
+    unfinished = write_run(tmp_path, "unfinished", small_run[:-1], start=START)
+    assert isinstance(invoke("compare", runs[0], unfinished).exception, NoResultError)
+    assert isinstance(invoke("compare", unfinished, runs[0]).exception, NoResultError)
+    assert isinstance(invoke("compare", runs[0], tmp_path / "none").exception, RunNotFoundError)
