@@ -29,6 +29,7 @@
     ├── DeviceBusyError (BlockingIOError)   another process uses the GPU
     ├── ClusterLostError (ConnectionError)  the cluster that tasks run on cannot be reached any more
     ├── RankConnectionError (ConnectionError)  a rank is connected to something that is not a rank of its executor
+    ├── HubError (ConnectionError)          the Hugging Face hub refuses, or cannot be reached
     ├── UntrustedCodeError (PermissionError)  a run needs code of its base model, and the caller has not allowed it
     ├── DeviceMemoryError (MemoryError)     something does not fit into the device's memory and cannot be split
     ├── ProfileError (ValueError)           measurements that do not determine the model fitted to them
@@ -58,6 +59,7 @@ __all__ = [
     "DeviceBusyError",
     "DeviceMemoryError",
     "DiskFullError",
+    "HubError",
     "JobCommandError",
     "ModelError",
     "ModelNotFoundError",
@@ -200,6 +202,10 @@ class ClusterLostError(AltoError, ConnectionError):
 
 class RankConnectionError(AltoError, ConnectionError):
     """A rank is connected to something that is no rank of its executor, or got what no rank sends."""
+
+
+class HubError(AltoError, ConnectionError):
+    """The Hugging Face hub refuses what was asked of it, or cannot be reached."""
 
 
 class UntrustedCodeError(AltoError, PermissionError):

@@ -24,7 +24,7 @@ TENSOR_LIBRARIES = ("torch", "transformers", "triton", "safetensors", "tokenizer
 HEAVY_EXTRAS = (
     *("ortools", "ray", "bitsandbytes", "fastapi", "sqlalchemy"),
     *("trl", "peft", "datasets", "accelerate"),
-    *("tensorboard", "mlflow", "wandb", "trackio", "vllm"),
+    *("tensorboard", "mlflow", "wandb", "trackio", "vllm", "gguf"),
 )
 
 

@@ -15,6 +15,7 @@ from alto.backbone.load import (
     resolve_model,
 )
 from alto.backbone.memory import device_name, is_out_of_memory, release_memory
+from alto.backbone.plain_layers import dequantised
 from alto.backbone.router_loss import (
     check_router_loss,
     recorded_routers,
@@ -36,6 +37,7 @@ __all__ = [
     "check_router_loss",
     "classifier_of",
     "config_notes",
+    "dequantised",
     "device_name",
     "is_out_of_memory",
     "limits_of",

@@ -1,32 +1,103 @@
-"""``alto export``: an adapter of experts as vLLM reads it."""
+"""``alto export``: the best adapter for other programs."""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
-from alto.cli.options import TrustRemoteCode
+from alto.cli.completion import complete_run
+from alto.cli.options import AsJson, TrustRemoteCode
+from alto.cli.output import print_json
 from alto.cli.paths import reachable
+from alto.records import ExportResult, ForeignTool, GgufType
 
 __all__ = ["export"]
+
+_HOLDS = {
+    "adapter": "adapter",
+    "per_expert": "adapter",
+    "merged": "model",
+    "gguf": "model",
+    "config": "configuration",
+}
 
 
 def export(
     target: Annotated[
         Path,
         typer.Argument(
-            metavar="RUN|ADAPTER", help="Run directory, or folder of a LoRA adapter on experts.", callback=reachable
+            metavar="RUN|ADAPTER",
+            help="Run directory, or folder of a LoRA adapter.",
+            callback=reachable,
+            autocompletion=complete_run,
         ),
     ],
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where it is written.", callback=reachable)],
-    base: Annotated[str | None, typer.Option("--base", help="Base model, if not the one the adapter names.")] = None,
+    to: Annotated[
+        Path, typer.Option("--to", metavar="DIR", help="Folder to write: absent, or empty.", callback=reachable)
+    ],
+    merged: Annotated[
+        bool, typer.Option("--merged", help="Write the base model with the adapter merged, in safetensors.")
+    ] = False,
+    gguf: Annotated[
+        GgufType | None,
+        typer.Option("--gguf", help="Write the merged model as one GGUF file with matrices in f16 or q8_0."),
+    ] = None,
+    per_expert: Annotated[
+        bool, typer.Option("--per-expert", help="Write an adapter on experts with every expert by itself, for vLLM.")
+    ] = False,
+    config: Annotated[
+        ForeignTool | None,
+        typer.Option("--config", help="Write a file for the same job for trl, axolotl or llamafactory."),
+    ] = None,
+    push_to_hub: Annotated[
+        str | None,
+        typer.Option(
+            "--push-to-hub", metavar="REPO", help="Upload the folder to this repository, private where it is new."
+        ),
+    ] = None,
+    job: Annotated[str | None, typer.Option("--job", help="Export this job of the run instead of its best.")] = None,
+    base: Annotated[
+        str | None, typer.Option("--base", help="Base model, if not the one that is named; the files name it then.")
+    ] = None,
     trust_remote_code: TrustRemoteCode = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Write an adapter on experts with the matrices of every expert by themselves, as vLLM reads it."""
+    """Write the best adapter for other programs: as it is, merged, as GGUF, or its settings for another trainer."""
     from alto.engine import Engine
 
-    written = Engine().export_per_expert(target, folder, base=base, trust_remote_code=trust_remote_code)
-    Console().print(f"adapter: {written}", soft_wrap=True, highlight=False, markup=False)
+    result = Engine().export(
+        target,
+        to,
+        merged=merged,
+        gguf=gguf,
+        per_expert=per_expert,
+        config=config,
+        push_to_hub=push_to_hub,
+        job=job,
+        base=base,
+        trust_remote_code=trust_remote_code,
+    )
+    if as_json:
+        print_json(dataclasses.asdict(result))
+    else:
+        _show(result)
+
+
+def _show(result: ExportResult) -> None:
+    """Print where it is, whether it is right, and the command for it; nothing is wrapped, to be copied."""
+    compared = ""
+    if result.difference is not None:
+        compared = f" (logits differ from the adapter's by {result.difference:.1e}, relative)"
+    lines = [f"{_HOLDS[result.form]}: {result.folder}{compared}"]
+    if result.url:
+        lines.append(f"hub: {result.url}")
+    lines += [f"note: {note}" for note in result.notes]
+    if result.command:
+        lines.append(f"{'train' if result.form == 'config' else 'serve'} with: {result.command}")
+    for line in lines:
+        Console().print(Text(line), soft_wrap=True)

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import torch
 
-from alto.backbone import base_fingerprint, build_skeleton, device_name, limits_of, load_config, load_tokenizer
+from alto.backbone import build_skeleton, device_name, limits_of, load_config, load_tokenizer
 from alto.data import preview_rows, read_heldout_rows, read_task_rows
+from alto.engine.exports import find_winner
 from alto.engine.gpus import STRATEGIES, check_num_gpus
 from alto.engine.launched import LaunchedRunner
 from alto.engine.packing import packed_as
@@ -20,24 +21,34 @@ from alto.engine.queues import QueueRunner
 from alto.engine.runner import TaskRunner, portable
 from alto.engine.showing import show_result, shown
 from alto.engine.task_queue import TaskQueue
-from alto.errors import RunExistsError, RunNotFoundError, SpecError
+from alto.engine.trained_base import check_trained_on
+from alto.errors import RunNotFoundError, SpecError
 from alto.evaluation import (
     EvaluationSettings,
     OnProgress,
-    adapter_folder,
     add_evaluation,
     check_metrics,
     find_target,
     measure,
 )
-from alto.executor import ResumeState, check_base, model_notes
+from alto.executor import ResumeState, model_notes
 from alto.executor.profiling import USUAL_TOKENS_PER_PASS
 from alto.export import write_report
-from alto.lora import read_saved_adapter, write_per_expert
-from alto.records import DataPreview, EvaluationResult, GenerationBackend, Metric, Schedule, TaskPlan
+from alto.exporting import ExportSettings, check_before, write_export
+from alto.records import (
+    DataPreview,
+    EvaluationResult,
+    ExportResult,
+    ForeignTool,
+    GenerationBackend,
+    GgufType,
+    Metric,
+    Schedule,
+    TaskPlan,
+)
 from alto.results import TaskResult
-from alto.runs import Observer, RunDir, in_background, load_run_task, read_intact_events, write_error
-from alto.spec import BaseModelSpec, EarlyExit, Task
+from alto.runs import Observer, RunDir, in_background, load_run_task, read_intact_events
+from alto.spec import EarlyExit, Task
 
 __all__ = ["Engine"]
 
@@ -259,7 +270,7 @@ class Engine:
             check_metrics(adapter.folder)
         task = target.task
         if base is None:
-            _check_trained_on(target.run_dirs, target.base_model)
+            check_trained_on(target.run_dirs, target.base_model)
         rows = read_heldout_rows(task, dataset)
         result = measure(
             target.adapters,
@@ -279,38 +290,44 @@ class Engine:
             write_report(run_dir)
         return result
 
-    def export_per_expert(
-        self, target: str | Path, folder: str | Path, *, base: str | None = None, trust_remote_code: bool = False
-    ) -> Path:
-        """Write an adapter on stacked experts with the matrices of every expert by themselves, as vLLM reads it on
-        models such as Qwen3-MoE; PEFT and ALTO read the adapter as it was.
+    def export(
+        self,
+        target: str | Path,
+        to: str | Path,
+        *,
+        merged: bool = False,
+        gguf: GgufType | None = None,
+        per_expert: bool = False,
+        config: ForeignTool | None = None,
+        push_to_hub: str | None = None,
+        job: str | None = None,
+        base: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> ExportResult:
+        """Write an adapter for other programs into a folder, which is complete or not there: as it was trained, with
+        tokenizer, chat template and model card, or in one of the forms below.
 
         Args:
             target: A run, whose best adapter is meant, or the folder of an adapter.
-            folder: Made; or empty.
-            base: The base model, where it is not to be found under the name that the adapter gives.
-            trust_remote_code: Allow the Python code that comes with the base model.
-
-        Returns:
-            ``folder``.
+            to: The folder: absent, or empty.
+            merged, gguf, per_expert, config, push_to_hub: As in :class:`alto.exporting.ExportSettings`.
+            job: Of a run, the best adapter of this job instead.
+            base: The base model, where it is not to be found under the name that the run, or the adapter, gives; the
+                exported files name this one then.
+            trust_remote_code: Allow the Python code that comes with the base model, where the run's task asks for it.
 
         Raises:
-            RunNotFoundError: There is no such adapter.
-            RunExistsError: ``folder`` has files.
-            RunWriteError: ``folder`` cannot be written.
-            UnsupportedError: The adapter has no experts, or vLLM reads it as it is; or it is more than low-rank
-                matrices of one rank and one scale.
-            ModelError: The configuration of the base model cannot be read.
+            AltoError: As :func:`alto.exporting.write_export` and :func:`alto.engine.exports.find_winner` do.
         """
-        adapter, written = read_saved_adapter(adapter_folder(Path(target))), Path(folder)
-        config = load_config(BaseModelSpec(id=base or adapter.base_model, trust_remote_code=trust_remote_code))
-        if written.exists() and (not written.is_dir() or any(written.iterdir())):
-            raise RunExistsError(f"{written}: expected no such folder, or an empty one, found files; name another")
-        try:
-            write_per_expert(adapter, config.get_text_config().model_type, written)
-        except OSError as error:
-            raise write_error(written, error, "free disk space, or name another folder") from error
-        return written
+        settings = ExportSettings(
+            merged=merged, gguf=gguf, per_expert=per_expert, config=config, push_to_hub=push_to_hub
+        )
+        folder = Path(to).expanduser().resolve()
+        check_before(folder, settings)
+        winner = find_winner(
+            Path(target), job=job, base=base, trust_remote_code=trust_remote_code, needs_rows=config is not None
+        )
+        return write_export(winner, folder, settings)
 
     def schedule(self, tasks: Sequence[Task], method: str = "cp-sat", *, refresh: bool = False) -> Schedule:
         """Which of ``tasks`` runs on which GPUs, and when, so that all are done soonest.
@@ -427,18 +444,6 @@ class Engine:
         most = torch.cuda.device_count() if has_gpus else task.num_gpus
         check_num_gpus(task, self._setup.strategy, most=most, has_gpus=has_gpus)
         return task.num_gpus > 1 and self._setup.strategy != "single"
-
-
-def _check_trained_on(run_dirs: Sequence[Path], base: BaseModelSpec) -> None:
-    """Check that ``base`` is the model that the adapters of runs were trained on."""
-    if not run_dirs:
-        return
-    found = base_fingerprint(base)
-    for run_dir in run_dirs:
-        with contextlib.suppress(RunNotFoundError):  # without the journal there is no fingerprint to compare with
-            resume_state = ResumeState(lines=read_intact_events(RunDir(run_dir).journal_file))
-            remedy = f"put it back as it was, or name the base model that {run_dir} is meant for with --base"
-            check_base(resume_state, found, model=base.id, remedy=remedy)
 
 
 def _is_finished(run_dir: RunDir) -> bool:

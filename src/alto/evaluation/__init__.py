@@ -6,7 +6,13 @@ from alto.evaluation.metrics_file import add_evaluation, check_metrics
 from alto.evaluation.peft_check import PeftCheck
 from alto.evaluation.samples import Sampler
 from alto.evaluation.settings import EvaluationSettings
-from alto.evaluation.target import EvaluationTarget, adapter_folder, find_target
+from alto.evaluation.target import (
+    EvaluationTarget,
+    adapter_folder,
+    best_of_jobs,
+    chat_template_beside,
+    find_target,
+)
 
 __all__ = [
     "EvaluationSettings",
@@ -17,6 +23,8 @@ __all__ = [
     "Sampler",
     "adapter_folder",
     "add_evaluation",
+    "best_of_jobs",
+    "chat_template_beside",
     "check_metrics",
     "find_target",
     "measure",

@@ -13,7 +13,7 @@ from alto.runs import RunDir, load_run_task
 from alto.spec import BaseModelSpec, Task
 from alto.spec.chat_template import TEMPLATE_NAME
 
-__all__ = ["BASE", "EvaluationTarget", "adapter_folder", "find_target"]
+__all__ = ["BASE", "EvaluationTarget", "adapter_folder", "best_of_jobs", "chat_template_beside", "find_target"]
 
 BASE = "base"
 """Name of the base model without an adapter in results."""
@@ -72,7 +72,7 @@ def find_target(
             "give the run, or adapters without --job and --all-jobs"
         )
     if jobs or all_jobs:
-        folders = _best_of_jobs(runs[0], jobs)
+        folders = best_of_jobs(runs[0], jobs)
     else:
         folders = {_name(target, targets): adapter_folder(target) for target in targets}
     if dataset is None and (len(targets) > 1 or not runs):
@@ -93,7 +93,7 @@ def find_target(
         task = _common_task(runs, trust_remote_code=trust_remote_code)
     else:
         assert dataset is not None
-        template = _chat_template(folders)
+        template = chat_template_beside(folders)
         task = Task(model=base_model, dataset=dataset, trust_remote_code=trust_remote_code, chat_template=template)
     return EvaluationTarget(
         adapters=adapters,
@@ -103,8 +103,12 @@ def find_target(
     )
 
 
-def _chat_template(folders: Mapping[str, Path]) -> str | None:
-    """The chat template beside the adapters, by which they were trained; None where there is none."""
+def chat_template_beside(folders: Mapping[str, Path]) -> str | None:
+    """The chat template beside the adapters, by which they were trained; None where there is none.
+
+    Raises:
+        SpecError: They have different ones.
+    """
     found = {name: folder / TEMPLATE_NAME for name, folder in folders.items()}
     texts = {name: file.read_text(encoding="utf-8") if file.is_file() else None for name, file in found.items()}
     if len(set(texts.values())) > 1:
@@ -167,8 +171,12 @@ def adapter_folder(target: Path) -> Path:
     return target.resolve()
 
 
-def _best_of_jobs(run: RunDir, jobs: Sequence[str]) -> dict[str, Path]:
-    """Folders of the best adapters of ``jobs``; of all that have one where none is named."""
+def best_of_jobs(run: RunDir, jobs: Sequence[str]) -> dict[str, Path]:
+    """Folders of the best adapters of ``jobs``; of all that have one where none is named.
+
+    Raises:
+        RunNotFoundError: One of them has none, or none has.
+    """
     bests = _bests(run)
     for job in jobs:
         if job not in bests:

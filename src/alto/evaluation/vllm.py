@@ -8,14 +8,11 @@ from tempfile import TemporaryDirectory
 
 from alto.backbone import load_config, resolve_model
 from alto.errors import DataError, UnsupportedError
-from alto.lora import SavedAdapter, is_read_per_expert, write_per_expert
+from alto.lora import SavedAdapter, is_read_per_expert, vllm_obstacle, vllm_rank, write_per_expert
 from alto.spec import BaseModelSpec
 from alto.spec.base_model import QUANTISATION_KEYS
 
 __all__ = ["complete_with_vllm"]
-
-_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks that vLLM allocates for; an adapter gets the next larger."""
 
 _MAX_LORAS = 8
 """Adapters that it has on the GPU at a time; the others wait in the machine's memory."""
@@ -50,19 +47,9 @@ def complete_with_vllm(
             f"backend: expected vLLM, found that it cannot be imported ({error}); pip install 'alto-lora[vllm]', or "
             "leave --backend out"
         ) from error
-    ranks = [adapter.rank for adapter in adapters if adapter is not None]
-    for adapter in adapters:
-        if adapter is not None and adapter.has_patterns:
-            raise UnsupportedError(
-                f"backend: expected one rank and one scale for all modules of an adapter, which is what vLLM reads, "
-                f"found several in {adapter.config_file} (rank_pattern, alpha_pattern); leave --backend out"
-            )
-        if adapter is not None and adapter.weights.extras:
-            raise UnsupportedError(
-                f"backend: expected an adapter of low-rank matrices alone, which is what vLLM reads, found more "
-                f"in {adapter.folder} (bias, use_dora); leave --backend out"
-            )
-    _check(base, ranks)
+    found = [adapter for adapter in adapters if adapter is not None]
+    _check(base, found)
+    ranks = [adapter.rank for adapter in found]
     try:
         engine = LLM(
             model=resolve_model(base.id),
@@ -71,7 +58,7 @@ def complete_with_vllm(
             enable_lora=bool(ranks),
             max_loras=max(1, min(len(ranks), _MAX_LORAS)),
             max_cpu_loras=max(1, len(ranks)),
-            max_lora_rank=min(rank for rank in _RANKS if rank >= max(ranks, default=1)),
+            max_lora_rank=vllm_rank(max(ranks, default=1)),
         )
     except (ValueError, RuntimeError) as error:
         raise UnsupportedError(
@@ -112,16 +99,16 @@ def _as_vllm_reads(adapter: SavedAdapter, base: BaseModelSpec, folder: Path) -> 
     return folder
 
 
-def _check(base: BaseModelSpec, ranks: Sequence[int]) -> None:
+def _check(base: BaseModelSpec, adapters: Sequence[SavedAdapter]) -> None:
+    for adapter in adapters:
+        obstacle = vllm_obstacle(adapter)
+        if obstacle is not None:
+            expected, found = obstacle
+            raise UnsupportedError(f"backend: expected {expected}, found {found}; leave --backend out")
     if base.quantisation != "none":
         raise UnsupportedError(
             "backend: expected a base model as it lies on disk, found one that is to be quantised "
             f"({', '.join(QUANTISATION_KEYS.values())}), which vLLM does differently; leave --backend out"
-        )
-    if max(ranks, default=0) > _RANKS[-1]:
-        raise UnsupportedError(
-            f"backend: expected adapters of rank {_RANKS[-1]} at most, which vLLM takes, found rank {max(ranks)}; "
-            "leave --backend out"
         )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from alto.errors import RunNotFoundError
+from alto.export.card import adapter_tags, card_header
 from alto.export.metrics import format_metric, loss_unit, metric_name
 from alto.export.wording import describe_adapter_check
 from alto.records import JobResult, LabelSet, TaskOutcome
@@ -149,13 +150,8 @@ class _Card:
         tables = {"measured on the validation rows": measured, "setting": best.config}
         tested = "" if best.test_loss is None else f"; {best.test_loss:.4f} on test rows, which chose nothing"
         shown = "\n".join(_table(heading, rows) for heading, rows in tables.items() if rows)
-        return f"""---
-base_model: {json.dumps(base_model)}
-library_name: peft
-pipeline_tag: {self._pipeline}
-tags: [lora, alto]
----
-
+        header = card_header(base_model, library="peft", pipeline=self._pipeline, tags=adapter_tags(base_model))
+        return f"""{header}
 # {result.task}
 {_warning(result)}
 LoRA adapter for `{self.model}`, tuned on `{self.dataset}` by [ALTO](https://pypi.org/project/alto-lora/): the best of

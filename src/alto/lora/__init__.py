@@ -28,6 +28,7 @@ from alto.lora.shape import adapter_shape, rank_notes, tying_notes
 from alto.lora.shared_inputs import find_shared_inputs
 from alto.lora.targets import adaptable, find_targets, linear_modules
 from alto.lora.untrained import untrained_notes
+from alto.lora.vllm_limits import vllm_obstacle, vllm_rank
 from alto.lora.weights import AdapterWeights
 from alto.lora.whole_modules import is_whole, module_of_whole, whole_shapes
 
@@ -80,6 +81,8 @@ __all__ = [
     "serving",
     "tying_notes",
     "untrained_notes",
+    "vllm_obstacle",
+    "vllm_rank",
     "whole_shapes",
     "write_adapter",
     "write_per_expert",

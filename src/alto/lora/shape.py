@@ -106,7 +106,7 @@ def tying_notes(model: PreTrainedModel, configs: Iterable[JobConfig]) -> tuple[s
     distinct = {tuple(getattr(config, key) for key in SHAPE_FIELDS): config for config in configs}
     targets = [target for config in distinct.values() for target in _targets(model, config)]
     if any(not target.is_in_body for target in targets):
-        merged = "Merging it with PEFT would change both: serve it unmerged."
+        merged = "Merging it with PEFT would change both; alto export --merged gives each a weight of its own."
     elif any(config.modules_to_save for config in distinct.values()):
         merged = "Merged with PEFT, they are two weights."
     else:

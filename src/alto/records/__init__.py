@@ -20,6 +20,7 @@ from alto.records.evaluation import (
     Metric,
     Prediction,
 )
+from alto.records.exports import ExportForm, ExportResult, ForeignTool, GgufType
 from alto.records.jobs import (
     ExitDecision,
     ExitReason,
@@ -56,8 +57,12 @@ __all__ = [
     "EvaluationResult",
     "ExitDecision",
     "ExitReason",
+    "ExportForm",
+    "ExportResult",
     "FinalistScore",
+    "ForeignTool",
     "GenerationBackend",
+    "GgufType",
     "Gpu",
     "JobResult",
     "Judgement",

@@ -1,0 +1,107 @@
+"""What is exported: the best adapter of a run, of one of its jobs, or of a folder."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from alto.data import read_task_rows
+from alto.engine.trained_base import check_trained_on
+from alto.errors import RunError, RunNotFoundError, SpecError
+from alto.evaluation import adapter_folder, best_of_jobs, chat_template_beside
+from alto.export.adapter import LABELS_NAME
+from alto.exporting import Rows, Winner
+from alto.lora import SavedAdapter, read_saved_adapter
+from alto.records import LabelSet
+from alto.runs import RunDir, load_run_task, read_history
+from alto.spec import BaseModelSpec, Task
+from alto.spec.data_keys import default_name
+from alto.spec.outside import read_json
+
+__all__ = ["find_winner"]
+
+
+def find_winner(
+    target: Path, *, job: str | None, base: str | None, trust_remote_code: bool, needs_rows: bool
+) -> Winner:
+    """The adapter that ``target`` names, with its base model.
+
+    Args:
+        target: A run, whose best adapter is meant, or the folder of an adapter.
+        job: Of a run, the best adapter of this job instead.
+        base: The base model, where it is not to be found under the name that the run, or the adapter, gives.
+        trust_remote_code: Whether the caller allows code of the base model.
+        needs_rows: Whether the rows of the run's task are read, to find out how they are laid out.
+
+    Raises:
+        RunNotFoundError: There is no such adapter.
+        RunError, UnsupportedError: As :func:`alto.lora.read_saved_adapter`.
+        UntrustedCodeError: The run's task asks for code of the base model, and it is not allowed.
+        RunChangedError: The base model is another one than the run was trained on, and was not named.
+        SpecError: The adapter names no base model, and the caller neither.
+        DataError: The rows of the task cannot be read.
+    """
+    if (target / "task.yaml").is_file():
+        run = RunDir.open(target)
+        folder = adapter_folder(target) if job is None else best_of_jobs(run, [job])[job]
+        task = load_run_task(run, trust_remote_code=trust_remote_code, is_trained=False)
+        return _of_run(run, task, read_saved_adapter(folder), job=job, base=base, needs_rows=needs_rows)
+    if job is not None:
+        raise RunNotFoundError(
+            f"job: expected a run directory to look for the job {job} in, found no task.yaml in {target}; give the "
+            "run, or the adapter without a job"
+        )
+    return _of_folder(read_saved_adapter(adapter_folder(target)), base=base, trust_remote_code=trust_remote_code)
+
+
+def _of_run(
+    run: RunDir, task: Task, adapter: SavedAdapter, *, job: str | None, base: str | None, needs_rows: bool
+) -> Winner:
+    spec = replace(task.base_model, id=base or task.model, torch_compile=False)
+    if base is None:
+        check_trained_on([run.root], spec)
+    layout = read_task_rows(task).layout if needs_rows else None
+    history = read_history(run.root)
+    found = history.best if job is None else history.jobs.get(job)
+    return Winner(
+        name=task.name if job is None else f"{task.name}-{job}",
+        adapter=adapter,
+        base=spec,
+        is_base_named=base is not None,
+        labels=task.label_set if adapter.has_head else None,
+        task=task,
+        config=None if found is None else task.job_config(found.config),
+        rows=None if layout is None else Rows(name=task.name, form=layout.form, columns=dict(layout.columns)),
+    )
+
+
+def _of_folder(adapter: SavedAdapter, *, base: str | None, trust_remote_code: bool) -> Winner:
+    model = base or adapter.base_model
+    if not model:
+        raise SpecError(
+            f"base: expected {adapter.config_file} to name the base model, found that it does not; name it with --base"
+        )
+    template = chat_template_beside({"adapter": adapter.folder})
+    return Winner(
+        name=default_name(adapter.folder),
+        adapter=adapter,
+        base=BaseModelSpec(id=model, trust_remote_code=trust_remote_code, chat_template=template),
+        is_base_named=base is not None,
+        labels=_labels_beside(adapter.folder) if adapter.has_head else None,
+    )
+
+
+def _labels_beside(folder: Path) -> LabelSet | None:
+    """The labels beside an adapter; None where there are none."""
+    file = folder / LABELS_NAME
+    if not file.is_file():
+        return None
+    try:
+        described = read_json(file)
+        names = tuple(described["id2label"][str(index)] for index in range(len(described["id2label"])))
+        return LabelSet(problem_type=described["problem_type"], names=names)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunError(
+            f"{file}: expected problem_type and id2label of a classification head, found: {type(error).__name__} "
+            f"({error}); export the adapter again"
+        ) from error

@@ -1,0 +1,32 @@
+"""Whether a base model is the one that the adapters of runs were trained on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from alto.backbone import base_fingerprint
+from alto.errors import RunNotFoundError
+from alto.executor import ResumeState, check_base
+from alto.runs import RunDir, read_intact_events
+from alto.spec import BaseModelSpec
+
+__all__ = ["check_trained_on"]
+
+
+def check_trained_on(run_dirs: Sequence[Path], base: BaseModelSpec) -> None:
+    """Check that ``base`` is the model that the adapters of runs were trained on.
+
+    Raises:
+        RunChangedError: It is another one.
+        ModelError: It cannot be read.
+    """
+    if not run_dirs:
+        return
+    found = base_fingerprint(base)
+    for run_dir in run_dirs:
+        with contextlib.suppress(RunNotFoundError):  # without the journal there is no fingerprint to compare with
+            resume_state = ResumeState(lines=read_intact_events(RunDir(run_dir).journal_file))
+            remedy = f"put it back as it was, or name the base model that {run_dir} is meant for with --base"
+            check_base(resume_state, found, model=base.id, remedy=remedy)

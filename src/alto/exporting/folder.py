@@ -1,0 +1,53 @@
+"""A folder that is complete or not there."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from alto.errors import AltoError, RunExistsError
+from alto.runs import sync_folder, write_error
+
+__all__ = ["check_free", "new_folder"]
+
+
+def check_free(folder: Path) -> None:
+    """Check that there is nothing at ``folder``, or an empty folder.
+
+    Raises:
+        RunExistsError: There is.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise RunExistsError(f"{folder}: expected no such folder, or an empty one, found files; name another")
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A temporary folder beside ``folder``, which becomes ``folder`` when the block ends; removed where it fails.
+
+    Raises:
+        RunExistsError: ``folder`` has files.
+        RunWriteError: The disk is full, or cannot be written.
+    """
+    check_free(folder)
+    fresh = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.new")
+    try:
+        fresh.mkdir(parents=True)
+        yield fresh
+        check_free(folder)
+        if folder.is_dir():
+            folder.rmdir()
+        fresh.rename(folder)
+        sync_folder(folder.parent)
+    except AltoError:
+        raise
+    except (OSError, SafetensorError) as error:  # safetensors raises its own class, with the system's error in its text
+        failure = error if isinstance(error, OSError) else OSError(str(error))
+        raise write_error(folder, failure, "free disk space, or name another folder") from error
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)

@@ -1,0 +1,167 @@
+"""The tokenizer of a model in a GGUF file: byte-level BPE, as llama.cpp reads it.
+
+llama.cpp splits texts by expressions of its own, which a file names (``tokenizer.ggml.pre``). The name is found by
+comparing how texts are split, not by the tokenizer's name: each of llama.cpp's expressions is written here for the
+package tokenizers. Conventions: llama.cpp, ``convert_hf_to_gguf.py`` (``get_vocab_base``), ``gguf-py/gguf/vocab.py``,
+``src/llama-vocab.cpp``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import Regex
+from tokenizers.pre_tokenizers import ByteLevel, PreTokenizer, Sequence, Split
+
+from alto.errors import UnsupportedError
+from alto.exporting.gguf_parameters import USE_CONVERTER
+
+__all__ = ["add_vocabulary"]
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def _split_by(expression: str, *, then_as_gpt2: bool = False) -> PreTokenizer:
+    pieces = Split(Regex(expression), "isolated")
+    return Sequence([pieces, ByteLevel(add_prefix_space=False, use_regex=then_as_gpt2)])
+
+
+@dataclass(frozen=True, slots=True)
+class _Splitter:
+    """One of llama.cpp's ways to split a text.
+
+    Attributes:
+        build: The same for the package tokenizers.
+        ignores_merges: Whether a piece that is a token is taken as it is; None where both are the same.
+    """
+
+    build: Callable[[], PreTokenizer]
+    ignores_merges: bool | None = False
+
+
+_SPLITTERS: Mapping[str, _Splitter] = {
+    "gpt-2": _Splitter(lambda: ByteLevel(add_prefix_space=False, use_regex=True)),
+    "smollm": _Splitter(lambda: _split_by(r"\p{N}", then_as_gpt2=True)),
+    "llama-bpe": _Splitter(
+        lambda: _split_by(rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"), True
+    ),
+    "dbrx": _Splitter(
+        lambda: _split_by(rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"), False
+    ),
+    "qwen2": _Splitter(lambda: _split_by(rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}")),
+    "tekken": _Splitter(lambda: _split_by(_TEKKEN), None),
+}
+"""By llama.cpp's names."""
+
+_TEXT = (
+    "Hello, World!  It's 7, 42, 365, 2024 and 1234567 (3.14) - we've DON'T, you'LL, camelCase HTTPServer.\n\n\t  tabs\n"
+    "   spaces   \r\n...!!! ??--==/* x_y */ a/b//c\n"
+    "привет МИР Ελλάδα 你好世界 こんにちは กำลัง ភាសាខ្មែរ naïve café 🚀🙂 «»"
+    " \n \n\nend"
+)
+"""What splitters are told apart by."""
+
+_NAMED = ("bos", "eos", "unk", "pad")
+
+
+def add_vocabulary(writer: Any, tokenizer: Any, vocab_size: int) -> None:
+    """Add the tokens, merges, special tokens and chat template of ``tokenizer`` to the metadata of a file.
+
+    Args:
+        writer: A ``gguf.GGUFWriter``.
+        tokenizer: Of transformers.
+        vocab_size: Rows of the model's embeddings; those without a token are named ``[PAD…]``, and unused.
+
+    Raises:
+        UnsupportedError: It is no byte-level BPE, or splits or marks texts as llama.cpp cannot.
+    """
+    import gguf
+
+    state = _state_of(tokenizer)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(_splitter_of(tokenizer, bool(state["model"].get("ignore_merges"))))
+    texts: list[str] = [f"[PAD{index}]" for index in range(vocab_size)]
+    kinds = [gguf.TokenType.UNUSED] * vocab_size
+    for text, index in tokenizer.get_vocab().items():
+        if index >= vocab_size:
+            expected = f"at most {vocab_size} tokens, as many as the base model has embeddings"
+            raise _unsupported(expected, f"token {index}")
+        texts[index], kinds[index] = text, gguf.TokenType.NORMAL
+    for index, added in tokenizer.added_tokens_decoder.items():
+        is_control = added.special or (added.content.startswith("<|") and added.content.endswith("|>"))
+        kinds[index] = gguf.TokenType.CONTROL if is_control else gguf.TokenType.USER_DEFINED
+    writer.add_token_list(texts)
+    writer.add_token_types(kinds)
+    writer.add_token_merges([_as_text(merge) for merge in state["model"]["merges"]])
+    for name in _NAMED:
+        index = getattr(tokenizer, f"{name}_token_id", None)
+        if index is not None:
+            getattr(writer, f"add_{name}_token_id")(int(index))
+    begins, ends = _marks(tokenizer)
+    writer.add_add_bos_token(begins)
+    writer.add_add_eos_token(ends)
+    template = getattr(tokenizer, "chat_template", None)
+    if isinstance(template, Mapping):
+        template = template.get("default")
+    if template:
+        writer.add_chat_template(template)
+
+
+def _state_of(tokenizer: Any) -> dict[str, Any]:
+    """The description of a byte-level BPE."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise _unsupported("a tokenizer of the package tokenizers (tokenizer.json)", type(tokenizer).__name__)
+    state: dict[str, Any] = json.loads(backend.to_str())
+    model, decoder, normalizer = (state.get(part) or {} for part in ("model", "decoder", "normalizer"))
+    kinds = {step.get("type") for step in decoder.get("decoders", [decoder])}
+    if model.get("type") != "BPE" or kinds != {"ByteLevel"} or model.get("byte_fallback"):
+        raise _unsupported("a byte-level BPE tokenizer", f"{model.get('type')} with the decoder {decoder.get('type')}")
+    if normalizer.get("type") not in (None, "NFC"):
+        raise _unsupported("a tokenizer that takes texts as they are", f"the normalizer {normalizer.get('type')}")
+    if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
+        raise _unsupported("a BPE tokenizer without marks inside of words", "continuing_subword_prefix or a suffix")
+    return state
+
+
+def _splitter_of(tokenizer: Any, ignores_merges: bool) -> str:
+    own = tokenizer.backend_tokenizer.pre_tokenizer
+    wanted = [] if own is None else _pieces(own)
+    for name, splitter in _SPLITTERS.items():
+        if splitter.ignores_merges in (None, ignores_merges) and _pieces(splitter.build()) == wanted:
+            return name
+    raise _unsupported(f"a tokenizer that splits texts as one of {', '.join(_SPLITTERS)}", "another way")
+
+
+def _pieces(splitter: PreTokenizer) -> list[str]:
+    return [piece for piece, _ in splitter.pre_tokenize_str(_TEXT)]
+
+
+def _as_text(merge: Any) -> str:
+    """Both parts of a merge with a blank between them, which older files have already."""
+    return merge if isinstance(merge, str) else " ".join(merge)
+
+
+def _marks(tokenizer: Any) -> tuple[bool, bool]:
+    """Whether every text gets the token of its beginning, and of its end."""
+    bare, marked = (tokenizer("a", add_special_tokens=is_marked)["input_ids"] for is_marked in (False, True))
+    for begins in (False, True):
+        for ends in (False, True):
+            before = [tokenizer.bos_token_id] if begins else []
+            after = [tokenizer.eos_token_id] if ends else []
+            if marked == [*before, *bare, *after]:
+                return begins, ends
+    raise _unsupported("a tokenizer that adds the BOS and EOS tokens alone", f"{marked} for a text of {bare}")
+
+
+def _unsupported(expected: str, found: str) -> UnsupportedError:
+    return UnsupportedError(f"gguf: expected {expected}, found {found}; {USE_CONVERTER}")

@@ -1,0 +1,131 @@
+"""The base model with an adapter merged into its weights, by PEFT's own merge, compared with the adapter."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from alto.backbone import classifier_of, dequantised, load_config, load_network
+from alto.errors import ModelError, UnsupportedError
+from alto.exporting.winner import Winner
+from alto.lora import HEAD
+from alto.records import LabelSet
+
+__all__ = ["check_mergeable", "dtype_on_disk", "merged_model"]
+
+_NUM_TOKENS = 16
+_TOLERANCE = 1e-4
+"""Of the logits in float32, relative, in norm. Merging rounds every weight once, which is below 1e-5."""
+
+
+def check_mergeable() -> None:
+    """Check that adapters can be merged here.
+
+    Raises:
+        UnsupportedError: PEFT is not installed, or cannot be imported.
+    """
+    try:
+        with _quiet():
+            import peft  # noqa: F401
+    except ImportError as error:
+        raise UnsupportedError(
+            f"export: expected peft, which merges the adapter, found that it cannot be imported ({error}); pip install "
+            "peft, or export the adapter as it is"
+        ) from None
+
+
+def dtype_on_disk(winner: Winner) -> torch.dtype:
+    """The precision of the base model's files; float32 where its configuration has none."""
+    found: Any = load_config(winner.base).dtype
+    named = getattr(torch, found) if isinstance(found, str) else found
+    return named if isinstance(named, torch.dtype) else torch.float32
+
+
+def merged_model(winner: Winner) -> tuple[PreTrainedModel, float]:
+    """The base model of ``winner`` in float32 on the CPU with its adapter merged, and by how much their logits differ.
+
+    Weights of a quantised base are those that its quantised layers compute with. Where the output head shares its
+    weight with the embeddings and the adapter changes one of the two, they have a weight each afterwards.
+
+    Returns:
+        The model; and the difference between its logits of a few tokens and those of the adapter on its base, relative,
+        in norm.
+
+    Raises:
+        ModelError: The base model cannot be loaded; or the merged model has other logits.
+    """
+    from peft import PeftModel
+
+    base = replace(winner.base, dtype="float32", torch_compile=False)
+    network = dequantised(load_network(base), trust_remote_code=base.trust_remote_code)
+    if winner.adapter.has_head:
+        network = classifier_of(network, winner.labels or _unnamed_labels(winner))
+    _untie(network, winner)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), _quiet():
+        try:
+            adapted = PeftModel.from_pretrained(network, str(winner.adapter.folder), torch_device="cpu").eval()
+            expected = _logits(adapted)
+            merged: PreTrainedModel = adapted.merge_and_unload().requires_grad_(False)
+        except (ValueError, RuntimeError, KeyError, TypeError, AttributeError, NotImplementedError) as error:
+            raise ModelError(
+                f"{winner.adapter.folder}: expected an adapter that PEFT merges into {winner.base.id}, found "
+                f"{type(error).__name__}: {error}; name the model it was trained on with --base"
+            ) from error
+        found = _logits(merged)
+    difference = float((found - expected).norm() / expected.norm())
+    if not difference <= _TOLERANCE:
+        raise ModelError(
+            f"{winner.adapter.folder}: expected a merged model with the logits of the adapter, found that they differ "
+            f"by {difference:.1e} (relative), so nothing was written; export the adapter as it is, and report this as "
+            "a bug"
+        )
+    return merged, difference
+
+
+def _unnamed_labels(winner: Winner) -> LabelSet:
+    """As many labels as the head has rows, with transformers' names."""
+    names = tuple(f"LABEL_{index}" for index in range(len(winner.adapter.weights.extras[HEAD])))
+    return LabelSet(problem_type="single_label_classification", names=names)
+
+
+def _untie(network: Any, winner: Winner) -> None:
+    """Give the output head a weight of its own where the adapter changes it, or the embeddings whose weight it has."""
+    head, embeddings = network.get_output_embeddings(), network.get_input_embeddings()
+    if head is None or getattr(head, "weight", None) is not embeddings.weight:
+        return
+    changed = {*winner.adapter.weights, *(name.removesuffix(".weight") for name in winner.adapter.weights.extras)}
+    names = {name for name, module in network.named_modules() if module is head or module is embeddings}
+    if changed.isdisjoint(names):
+        return
+    head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+    for config in (network.config, network.config.get_text_config()):
+        config.tie_word_embeddings = False
+
+
+def _logits(model: Any) -> Tensor:
+    vocabulary = int(model.config.get_text_config().vocab_size)
+    generator = torch.Generator().manual_seed(0)
+    input_ids_1T = torch.randint(0, vocabulary, (1, _NUM_TOKENS), generator=generator)
+    logits: Tensor = model(input_ids=input_ids_1T, use_cache=False).logits
+    return logits.float()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silences warnings of PEFT about weights that are tied or renamed; the logits are compared instead."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)

@@ -1,0 +1,129 @@
+"""A configuration of TRL, Axolotl or LLaMA-Factory that trains the exported job.
+
+What is written is read back by :mod:`alto.importing`, and every setting that does not come back is reported: no key is
+left out without a word.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from alto.backbone import resolve_model
+from alto.errors import SpecError, UnsupportedError
+from alto.exporting.tool_data import Rows, check_dataset
+from alto.exporting.tool_keys import ToolFiles, axolotl_files, llamafactory_files, trl_files
+from alto.exporting.winner import Winner
+from alto.importing import TOOLS, import_file, imported_task
+from alto.records import ForeignTool
+from alto.spec import JobConfig, Task
+from alto.spec.objective_settings import DpoSettings
+from alto.spec.quoting import quoted
+from alto.spec.strict_yaml import write_yaml
+
+__all__ = ["write_tool_config"]
+
+_WRITERS: Mapping[ForeignTool, Callable[[Task, JobConfig, str, Rows, Path], ToolFiles | None]] = {
+    "trl": trl_files,
+    "axolotl": axolotl_files,
+    "llamafactory": llamafactory_files,
+}
+
+_SHARED = (
+    *("method", "dataset", "dataset_config", "dataset_train_split", "max_length", "train_on"),
+    *("validation_dataset", "validation_split", "max_samples", "dtype", "load_in_4bit", "load_in_8bit"),
+)
+"""Keys of a task that decide what a job learns from, or how it is judged."""
+
+_TRL_FORMS = ("messages", "prompt_completion", "raw_prompt_completion", "text", "preference", "unpaired_preference")
+"""Forms of rows that TRL knows by their columns."""
+
+_OF_FORMS = ("loss_type", "loss_weights", "rpo_alpha")
+"""Settings of DPO that are written as one sum of forms."""
+
+
+def write_tool_config(winner: Winner, tool: ForeignTool, fresh: Path, folder: Path) -> tuple[str, tuple[str, ...]]:
+    """Write the configuration of ``tool`` that trains the job of ``winner``.
+
+    Args:
+        winner: Of a run.
+        tool: Whose configuration.
+        fresh: Where it is written.
+        folder: What ``fresh`` will be called.
+
+    Returns:
+        The command that trains it; and notices, as sentences, one for each setting that the tool has no place for.
+
+    Raises:
+        SpecError: The adapter is of no run.
+        UnsupportedError: The tool does not train the method, or cannot read the dataset.
+    """
+    task, config = winner.task, winner.config
+    if task is None or config is None or winner.rows is None:
+        raise SpecError(
+            f"config: expected a run, whose task says what was trained on what, found the adapter "
+            f"{winner.adapter.folder}; name the run"
+        )
+    check_dataset(task)
+    model, title = resolve_model(winner.base_model), TOOLS[tool].title
+    written = _WRITERS[tool](task, config, model, winner.rows, fresh)
+    if written is None:
+        raise UnsupportedError(
+            f"config: expected a method that {title} trains from a file, found {task.method!r}"
+            f"{' with this loss_type' if task.method == 'cpo' else ''}; result.best_config has PEFT's and TRL's objects"
+        )
+    for name, text in written.others.items():
+        (fresh / name).write_text(text, encoding="utf-8")
+    file = fresh / f"{tool}.yaml"
+    file.write_text(write_yaml(dict(written.keys)), encoding="utf-8")
+    left = _left_out(task, config, winner.rows, file, tool)
+    notes = tuple(f"{title} has no place for {line}." for line in left)
+    comments = "".join(f"# {note}\n" for note in notes)
+    keys = {key: _moved(value, str(fresh), str(folder)) for key, value in written.keys.items()}
+    file.write_text(f"# Exported by alto from {winner.name}\n{comments}{write_yaml(keys)}", encoding="utf-8")
+    return shlex.join([*written.command, str(folder / file.name)]), notes
+
+
+def _moved(value: Any, old: str, new: str) -> Any:
+    """A path below the folder ``old`` as one below ``new``, any other value as it is."""
+    return new + value.removeprefix(old) if isinstance(value, str) and value.startswith(old) else value
+
+
+def _left_out(task: Task, config: JobConfig, rows: Rows, file: Path, tool: ForeignTool) -> list[str]:
+    """Settings that are not the same in the task that ``file`` is imported as, as ``key: value``."""
+    method = [f"method={task.method}"] if tool == "trl" else []
+    imported = imported_task([import_file(file, tool, method)], method).task
+    ours, theirs = _comparable(config), _comparable(imported.jobs[0].config)
+    differing = {key: value for key, value in ours.items() if value != theirs.get(key)}
+    for key in _SHARED:
+        value = getattr(task, key)
+        usual = 1024 if key == "max_length" else Task.model_fields[key].default
+        if (value or usual) != (getattr(imported, key) or usual):
+            differing[key] = value
+    if tool == "trl":
+        differing |= _unread_by_trl(rows)
+    if task.base_model.chat_template != imported.base_model.chat_template:
+        differing["chat_template"] = task.chat_template
+    if task.adapter_dtype != "float32":
+        differing["adapter_dtype"] = task.adapter_dtype
+    return [f"{key}: {quoted(value)}" for key, value in differing.items()]
+
+
+def _unread_by_trl(rows: Rows) -> dict[str, Any]:
+    """What TRL does not find out about the rows: it knows their columns by their own names alone."""
+    if rows.form not in _TRL_FORMS:
+        return {"dataset_format": rows.form}
+    renamed = {role: column for role, column in rows.columns.items() if role != column}
+    return {"columns": renamed} if renamed else {}
+
+
+def _comparable(config: JobConfig) -> dict[str, Any]:
+    """The settings of a job, those in one spelling that have several."""
+    found = config.to_dict()
+    found["warmup_steps"] = found.pop("warmup_ratio", 0) or found.get("warmup_steps", 0)
+    if isinstance(config.objective, DpoSettings):
+        found |= dict.fromkeys(_OF_FORMS)
+        found["loss_type"] = dict(config.objective.forms)
+    return found

@@ -1,0 +1,52 @@
+"""The adapter that is exported, and what is known of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from alto.backbone import SHIPPED_MODELS
+from alto.exporting.hub import repository_fault
+from alto.exporting.tool_data import Rows
+from alto.lora import SavedAdapter
+from alto.records import LabelSet
+from alto.spec import BaseModelSpec, JobConfig, Task
+
+__all__ = ["Winner", "is_hub_id"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Winner:
+    """An adapter of a run, or of a folder.
+
+    Attributes:
+        name: Of the task, or of the folder: a safe file name.
+        adapter: The adapter.
+        base: Its base model, with the chat template that it was trained with.
+        is_base_named: Whether the caller named the base model.
+        labels: What its classification head tells apart, where it has one and its labels are known.
+        task: The task of its run; None of a folder.
+        config: Configuration of its job; None of a folder.
+        rows: How the rows of the task are laid out; None where that is not needed.
+    """
+
+    name: str
+    adapter: SavedAdapter
+    base: BaseModelSpec
+    is_base_named: bool = False
+    labels: LabelSet | None = None
+    task: Task | None = None
+    config: JobConfig | None = None
+    rows: Rows | None = None
+
+    @property
+    def base_model(self) -> str:
+        """The base model as the exported files name it: as the adapter does, or as the caller has named it."""
+        return self.base.id if self.is_base_named else self.adapter.base_model or self.base.id
+
+
+def is_hub_id(model: str) -> bool:
+    """Whether ``model`` can be a model of the hub: neither one of ALTO's nor a path of this machine."""
+    if model in SHIPPED_MODELS or Path(model).expanduser().exists():
+        return False
+    return not repository_fault(model)
