@@ -16,7 +16,10 @@ from alto.errors import DataFormatError
 from alto.spec import load_task
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-PAGES = ("tutorial.md", "coming-from-axolotl.md", "early-exit.md", "evaluation.md", "troubleshooting.md", "trackers.md")
+PAGES = (
+    *("tutorial.md", "coming-from-axolotl.md", "coming-from-trl.md", "early-exit.md", "evaluation.md"),
+    *("troubleshooting.md", "trackers.md"),
+)
 
 
 def blocks(page: str, language: str = "") -> list[str]:
