@@ -32,7 +32,15 @@ from alto.records.jobs import (
     StartValue,
     exit_reason,
 )
-from alto.records.measurements import MemoryPoint, MemoryProfile, PackingForecast, TaskPlan, Throughput, ThroughputPoint
+from alto.records.measurements import (
+    UNSTEADY,
+    MemoryPoint,
+    MemoryProfile,
+    PackingForecast,
+    TaskPlan,
+    Throughput,
+    ThroughputPoint,
+)
 from alto.records.results import AdapterCheck, FinalistScore, Judgement, Lead, TaskOutcome
 from alto.records.scheduling import (
     MAX_DURATION_S,
@@ -49,6 +57,7 @@ from alto.records.scheduling import (
 __all__ = [
     "MAX_DURATION_S",
     "MIN_DURATION_S",
+    "UNSTEADY",
     "AdapterCheck",
     "AdapterEvaluation",
     "DataPreview",
