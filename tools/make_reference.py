@@ -661,7 +661,7 @@ def _argument(param: Any) -> str:
 
 
 def _option(param: Any) -> str:
-    names = sorted(param.opts, key=len)
+    names = [*sorted(param.opts, key=len), *param.secondary_opts]
     takes = "" if param.is_flag else f" {param.metavar or names[-1].strip('-').replace('-', '_').upper()}"
     return _codes([*names[:-1], names[-1] + takes])
 

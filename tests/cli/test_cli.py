@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 from tiny import make_task, read_journal, save_model
+from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 import alto
@@ -37,6 +39,18 @@ def invoke(*arguments: object) -> Result:
 def run_of(output_dir: Path) -> Path:
     (root,) = output_dir.iterdir()
     return root
+
+
+def test_the_help_lists_every_command_in_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    shown = invoke("--help").stdout
+    first, *groups = re.split(r"─ (A task|Runs and their adapters|Many tasks) ─", shown)
+    assert groups[::2] == ["A task", "Runs and their adapters", "Many tasks"]
+    assert "Commands" not in first
+    listed = [name for group in groups[1::2] for name in re.findall(r"^│ (\w+) ", group, re.MULTILINE)]
+    names = [*get_command(app).commands]
+    assert sorted(listed) == sorted(names)
+    assert listed[0] == "tune"
 
 
 def test_tune_tells_what_happens_in_plain_lines(task_file: Path, tmp_path: Path) -> None:

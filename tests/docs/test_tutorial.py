@@ -17,8 +17,8 @@ from alto.spec import load_task
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = (
-    *("tutorial.md", "coming-from-axolotl.md", "early-exit.md", "evaluation.md", "exporting.md", "troubleshooting.md"),
-    "trackers.md",
+    *("tutorial.md", "coming-from-axolotl.md", "coming-from-trl.md", "early-exit.md", "evaluation.md"),
+    *("exporting.md", "troubleshooting.md", "trackers.md"),
 )
 
 

@@ -100,6 +100,18 @@ def test_the_best_configuration_is_what_peft_and_trl_take(result: alto.TaskResul
     assert not_carried == {}
 
 
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+def test_peft_trains_what_the_best_configuration_describes(result: alto.TaskResult) -> None:
+    pytest.importorskip("trl", reason="the trainer's arguments are TRL's")
+    from alto.backbone import load_network
+    from alto.spec import BaseModelSpec
+
+    model = peft.get_peft_model(load_network(BaseModelSpec(id="alto-tiny")), result.best_config.lora)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained == {name for name, _ in model.named_parameters() if "lora_" in name}
+    assert trained
+
+
 def test_settings_without_a_place_in_trl_are_named(tmp_path: Path) -> None:
     pytest.importorskip("trl", reason="the trainer's arguments are TRL's")
     task = make_task(tmp_path, search_space={}, learning_rate=1e-3, loraplus_lr_ratio=4.0, warmup_ratio=0.25)
@@ -142,6 +154,7 @@ def test_two_runs_side_by_side(result: alto.TaskResult, tmp_path: Path) -> None:
     Console(file=shown, width=140).print(compared)
     assert "validation loss" in shown.getvalue()
     assert "cannot be compared" not in shown.getvalue()
+    assert "validation loss" in compared._repr_html_()
     page = tmp_path / "page.html"
     done = CliRunner().invoke(app, ["compare", result.run_dir, other.run_dir, "--html", str(page)])
     assert done.exit_code == 0, done.output

@@ -36,23 +36,25 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-app.command()(tune.tune)
-app.command()(run.run)
-app.command()(resume.resume)
-app.command()(plan.plan)
-app.command()(simulate.simulate)
-app.command()(show.show)
-app.add_typer(job.app)
-app.command()(queue.submit)
-app.command()(queue.cancel)
-app.command()(queue.drain)
-app.command("list")(listing.list_)
-app.command()(report.report)
-app.command()(compare.compare)
-app.command()(preview.preview)
-app.command("import")(importing.import_tasks)
-app.command("eval")(evaluate.evaluate)
-app.command()(export.export)
+_FIRST, _RUNS, _QUEUES = "A task", "Runs and their adapters", "Many tasks"
+
+app.command(rich_help_panel=_FIRST)(tune.tune)
+app.command(rich_help_panel=_FIRST)(preview.preview)
+app.command(rich_help_panel=_FIRST)(plan.plan)
+app.command("import", rich_help_panel=_FIRST)(importing.import_tasks)
+app.command(rich_help_panel=_RUNS)(show.show)
+app.command("list", rich_help_panel=_RUNS)(listing.list_)
+app.command(rich_help_panel=_RUNS)(resume.resume)
+app.add_typer(job.app, rich_help_panel=_RUNS)
+app.command(rich_help_panel=_RUNS)(report.report)
+app.command(rich_help_panel=_RUNS)(compare.compare)
+app.command("eval", rich_help_panel=_RUNS)(evaluate.evaluate)
+app.command(rich_help_panel=_RUNS)(export.export)
+app.command(rich_help_panel=_QUEUES)(run.run)
+app.command(rich_help_panel=_QUEUES)(queue.submit)
+app.command(rich_help_panel=_QUEUES)(queue.cancel)
+app.command(rich_help_panel=_QUEUES)(queue.drain)
+app.command(rich_help_panel=_QUEUES)(simulate.simulate)
 
 
 def _show_version(wanted: bool) -> None:

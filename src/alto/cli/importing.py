@@ -26,7 +26,8 @@ def import_tasks(
     tool: Annotated[
         str | None,
         typer.Option(
-            "--from", help="Whose configurations they are, llamafactory, axolotl or trl; by default found out."
+            "--from",
+            help="Whose configurations they are: llamafactory, axolotl or trl; recognised by their keys by default.",
         ),
     ] = None,
     overrides: Overrides = None,

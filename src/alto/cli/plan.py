@@ -42,7 +42,9 @@ def plan(
         int | None, typer.Option("--total-gpus", min=1, help="GPUs that several tasks share; CPU slots without GPUs.")
     ] = None,
     strategy: Strategy = "adapter_parallel",
-    method: Annotated[str, typer.Option("--method", help="Method that schedules several tasks.")] = "cp-sat",
+    method: Annotated[
+        str, typer.Option("--method", help="Method of scheduling several tasks: cp-sat, milp, lpt, sjf, fifo.")
+    ] = "cp-sat",
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON and nothing else.")] = False,
 ) -> None:
     """Measure memory and time of the tasks in FILES, and show how they would be packed and scheduled."""

@@ -37,7 +37,8 @@ def simulate(
         ),
     ] = None,
     methods: Annotated[
-        list[str] | None, typer.Option("--method", help="Schedule by this method; may be given again.")
+        list[str] | None,
+        typer.Option("--method", help="Method of scheduling: cp-sat, milp, lpt, sjf, fifo; by default several."),
     ] = None,
     finish_within: Annotated[
         str | None, typer.Option("--finish-within", help="Find the fewest nodes that end in this time, such as 24h.")
@@ -45,7 +46,7 @@ def simulate(
     html: Annotated[Path | None, typer.Option("--html", help="Write a Gantt picture of the best outcome.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON and nothing else.")] = False,
 ) -> None:
-    """Run the queue of FILE under a virtual clock, for every method, with and without early exit."""
+    """Simulate how long the tasks that FILE describes take on a cluster, by every method of scheduling."""
     simulation = load_simulation(file, overrides or ())
     from alto.scheduler.simulate import nodes_of, smallest_cluster
     from alto.scheduler.simulate import simulate as run

@@ -153,7 +153,8 @@ class TaskRunner:
         """Plan the memory and time of ``task``."""
         context = self._prepare(portable(task)).context
         about_model = model_notes(context.backbone.model, [job.config for job in context.jobs], task.method)
-        return replace(plan(context, refresh=refresh), notes=(*context.data.notes, *about_model))
+        found = plan(context, refresh=refresh)
+        return replace(found, notes=(*context.data.notes, *about_model, *found.notes))
 
     def _prepare(self, task: Task, resume_state: ResumeState | None = None) -> _Prepared:
         """Read and check a task before its run directory is made, or before it is resumed.

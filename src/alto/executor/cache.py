@@ -7,7 +7,7 @@ import hashlib
 import json
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -17,7 +17,7 @@ from alto.spec.cache_home import cache_home
 from alto.spec.outside import read_json
 from alto.version import version_of
 
-__all__ = ["Kind", "discard", "load", "save", "versions", "weights_of"]
+__all__ = ["Kind", "discard", "load", "name_of", "revise", "save", "versions", "weights_of"]
 
 Kind: TypeAlias = Literal["profiles", "estimates", "references"]
 """Kinds of entries, each in its own folder: profiles of steps, estimates of tasks, reference log-probs."""
@@ -69,6 +69,27 @@ def save(kind: Kind, key: Mapping[str, Any], measured: Any) -> None:
         replace_file(file, json.dumps({"key": key, "measured": measured}, indent=2))
 
 
+def revise(kind: Kind, name: str, change: Callable[[Any], Any]) -> None:
+    """Replace an entry by what ``change`` makes of it. Nothing is changed where it is gone or cannot be written.
+
+    Args:
+        kind: Kind of the entry.
+        name: From :func:`name_of`.
+        change: Takes the measurement and returns the new one, as JSON values; None leaves the entry as it is.
+    """
+    file = cache_home() / kind / f"{name}.json"
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        entry = read_json(file, _MAX_BYTES)
+        measured = change(entry["measured"])
+        if measured is not None:
+            replace_file(file, json.dumps({"key": entry["key"], "measured": measured}, indent=2))
+
+
+def name_of(key: Mapping[str, Any]) -> str:
+    """The name of the entry that is saved under ``key``."""
+    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
+
+
 def versions() -> dict[str, str | None]:
     """Versions of the packages that affect results and speed of a base model; None where one is not installed."""
     return {name: version_of(name) for name in ("alto-lora", "torch", "transformers", "bitsandbytes")}
@@ -84,5 +105,4 @@ def weights_of(model: str) -> list[tuple[str, int, int]]:
 
 
 def _file(kind: Kind, key: Mapping[str, Any]) -> Path:
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
-    return cache_home() / kind / f"{digest}.json"
+    return cache_home() / kind / f"{name_of(key)}.json"

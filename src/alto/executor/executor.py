@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import ParamSpec
 
@@ -155,7 +156,7 @@ class Executor:
         jobs = [job for active in jobs_of.values() for job in active]
         if not jobs:
             return
-        trainer = self.bank.trainer
+        trainer, began_s = self.bank.trainer, time.perf_counter()
         try:
             losses = trainer.backward(jobs)
         except Exception as error:
@@ -171,6 +172,9 @@ class Executor:
         values = [None] * len(jobs) if trainer.balance is None else trainer.balance.values()
         of_jobs = zip(jobs, trainer.read(losses), values, strict=True)
         losses_of = {id(job): (loss, router_loss) for job, loss, router_loss in of_jobs}
+        if len(self.sessions) == 1:
+            for session in self.sessions.values():
+                session.timed(jobs, time.perf_counter() - began_s)
         stepped = {name: [job for job in active if trainer.has_stepped(job)] for name, active in jobs_of.items()}
         self._count(stepped, ready)
         for name, active in stepped.items():

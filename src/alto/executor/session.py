@@ -20,6 +20,7 @@ from alto.executor.job_state import JobState
 from alto.executor.lifecycle import JobLifecycle
 from alto.executor.memory_errors import RowTooLargeError
 from alto.executor.micro_batches import MicroBatches
+from alto.executor.profiling.refine import StepTimes
 from alto.executor.recorder import JournalRecorder
 from alto.executor.rung_scoring import score_rung
 from alto.executor.shared_bank import SharedBank
@@ -94,6 +95,7 @@ class TaskSession:
         self._admission = Admission(state, lifecycle)
         self._exploration = Exploration(state, lifecycle, spent_before_s=start.resume_state.duration_s)
         self._gpu_offers = GpuOffers(state, recorder, start.throughput(self._ranks.size))
+        self._step_times = StepTimes.of(start.forecast)
         self._save_interval_s = state.context.task.checkpoint_interval_s
         self._next_save_at = time.monotonic() + self._save_interval_s
         self._inputs = ControlInputs()
@@ -242,6 +244,10 @@ class TaskSession:
                 self._lifecycle.end(job, decision)
         self._evaluate([job for job, *_ in losses if job.is_due and self.state.is_competing(job)])
 
+    def timed(self, jobs: Sequence[JobState], duration_s: float) -> None:
+        """Note how long a step took in which jobs of this task alone have trained; before they are :meth:`stepped`."""
+        self._step_times.note(jobs, duration_s)
+
     def row_too_large(self, error: RowTooLargeError) -> None:
         """End the job of this task whose row does not fit into memory."""
         self._lifecycle.fail(error)
@@ -259,6 +265,7 @@ class TaskSession:
             TaskInterruptedError: The run was stopped while adapters generated texts.
         """
         self._record_share()
+        self._refine_profile()
         self.save()
         conclude(self.state, self._recorder, self._start.run_dir, self._hooks, self._stop_if_asked)
         self._control.close()
@@ -370,12 +377,17 @@ class TaskSession:
             self._recorder.share_received(self.received)
             self.received = None
 
+    def _refine_profile(self) -> None:
+        if self._ranks.is_first:
+            self._step_times.refine()
+
     def _stop_if_asked(self) -> None:
         if self._hooks.is_interrupted():
             self._interrupt()
 
     def _interrupt(self) -> None:
         self._record_share()  # before the checkpoint, from which the run is resumed
+        self._refine_profile()
         self.save()
         training = self.state.selection.training
         self._recorder.task_interrupted(training)

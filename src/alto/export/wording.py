@@ -240,6 +240,7 @@ def describe_profile(event: ProfileMeasured) -> str:
     """How the jobs are packed and how long that may take: ``12 slots, micro-batches of 4,096 tokens; about 1 min 13 s
     …``."""
     known = "earlier" if event.is_cached else f"in {format_duration(event.profile_s)}"
+    known += ", while other programs used the machine: times are rough" if event.throughput.is_unsteady else ""
     return (
         f"{format_count(event.max_slots)} slots, micro-batches of {format_count(event.max_tokens_per_pass)} tokens; "
         f"about {format_duration(event.expected_duration_s)} expected, {format_duration(event.duration_s)} if no job "

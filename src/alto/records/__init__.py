@@ -33,7 +33,15 @@ from alto.records.jobs import (
     StartValue,
     exit_reason,
 )
-from alto.records.measurements import MemoryPoint, MemoryProfile, PackingForecast, TaskPlan, Throughput, ThroughputPoint
+from alto.records.measurements import (
+    UNSTEADY,
+    MemoryPoint,
+    MemoryProfile,
+    PackingForecast,
+    TaskPlan,
+    Throughput,
+    ThroughputPoint,
+)
 from alto.records.results import AdapterCheck, FinalistScore, Judgement, Lead, Sample, Samples, TaskOutcome
 from alto.records.scheduling import (
     MAX_DURATION_S,
@@ -50,6 +58,7 @@ from alto.records.scheduling import (
 __all__ = [
     "MAX_DURATION_S",
     "MIN_DURATION_S",
+    "UNSTEADY",
     "AdapterCheck",
     "AdapterEvaluation",
     "DataPreview",

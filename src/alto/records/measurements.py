@@ -3,8 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from statistics import median
 
-__all__ = ["MemoryPoint", "MemoryProfile", "PackingForecast", "TaskPlan", "Throughput", "ThroughputPoint"]
+__all__ = [
+    "UNSTEADY",
+    "MemoryPoint",
+    "MemoryProfile",
+    "PackingForecast",
+    "TaskPlan",
+    "Throughput",
+    "ThroughputPoint",
+]
+
+UNSTEADY = 0.25
+"""Spread of repeated steps from which on other programs must have used the machine while it was measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +96,8 @@ class TaskPlan:
         modules: Digest of the names of all modules that its jobs target.
         is_cached: The profile is from an earlier run.
         profile_s: Duration of the measurement, in seconds.
-        notes: Notices about the data and the model, as sentences.
+        notes: Notices about the data, the model and the measurement, as sentences.
+        profile: Name of the measurement in the cache.
     """
 
     task: str
@@ -110,6 +123,7 @@ class TaskPlan:
     profile_s: float
     notes: tuple[str, ...] = ()
     why_one_slot: str = ""
+    profile: str = ""
 
     def cost(self, price_per_hour: float) -> tuple[float, float]:
         """Largest and expected cost of the task, in the currency of the price."""
@@ -123,12 +137,15 @@ class ThroughputPoint:
     Attributes:
         num_jobs: Jobs that took the step together.
         num_tokens: Tokens of all of them.
-        duration_s: Seconds.
+        duration_s: Seconds: the median of several such steps.
+        spread: How much longer the median took than the fastest tenth, relative to that: the busier the machine, the
+            larger; 0 where it is not known.
     """
 
     num_jobs: int
     num_tokens: int
     duration_s: float
+    spread: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +165,16 @@ class Throughput:
     token_s: float
     eval_token_s: float
     points: tuple[ThroughputPoint, ...]
+
+    @property
+    def spread(self) -> float:
+        """Median of the spreads of the measurements; 0 where there are none."""
+        return median([point.spread for point in self.points]) if self.points else 0.0
+
+    @property
+    def is_unsteady(self) -> bool:
+        """Whether the machine was busy with other programs while it was measured, so that the durations are rough."""
+        return self.spread >= UNSTEADY
 
     def duration_s(self, num_jobs: int, num_tokens: int) -> float:
         """Seconds of one step of ``num_jobs`` jobs with ``num_tokens`` tokens in all."""

@@ -45,7 +45,7 @@ class BestConfig(NamedTuple):
     """The configuration of the best job for a trainer of TRL or transformers.
 
     Attributes:
-        lora: PEFT's configuration of the adapter, as it was saved.
+        lora: PEFT's configuration of the adapter, to be trained.
         training: The trainer's arguments: ``SFTConfig``, ``DPOConfig``, …, or ``TrainingArguments`` of a classifier.
             ``output_dir`` is the folder of the run with ``-trl`` behind it.
         not_carried: Settings of the job that these classes have no place for, by name.
@@ -79,7 +79,9 @@ def best_config(history: RunHistory, adapter_dir: Path) -> BestConfig:
         for key, value in wanted.items()
         if key not in known and not (key in _HARMLESS and value == _HARMLESS[key])
     }
-    return BestConfig(PeftConfig.from_pretrained(str(adapter_dir)), training, left)
+    lora = PeftConfig.from_pretrained(str(adapter_dir))
+    lora.inference_mode = False  # as it is saved, PEFT would freeze the adapter
+    return BestConfig(lora, training, left)
 
 
 def training_arguments(task: Task, config: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:

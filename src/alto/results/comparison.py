@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,7 +77,8 @@ class RunComparison:
     def _repr_html_(self) -> str:
         from rich.console import Console
 
-        console = Console(record=True, width=120, file=None, quiet=True)
+        # In a notebook a console would show itself too.
+        console = Console(record=True, width=120, file=StringIO(), force_jupyter=False)
         console.print(self)
         return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
 

@@ -25,6 +25,7 @@ from alto.executor.micro_batches import MicroBatches
 from alto.executor.planned_job import PlannedJob, plan_jobs
 from alto.executor.profiling.meter import capacity_bytes, peak_bytes, reset_peak
 from alto.executor.profiling.sketch import RowLength, synthetic_rows
+from alto.executor.profiling.spread import spread_of
 from alto.executor.ranks import Ranks
 from alto.executor.trainer import Trainer
 from alto.lora import ADAPTER_DTYPES, AdapterShape, BankLayout, bank_bytes, eject
@@ -181,12 +182,15 @@ def measure(
             ):
                 break
             reset_peak(backbone.device)
-            seconds = ranks.max(statistics.median(_steps_s(trainer, admitted, ranks)))
+            repeats_s = _steps_s(trainer, admitted, ranks)
+            seconds, spread = ranks.max(statistics.median(repeats_s)), ranks.max(spread_of(repeats_s))
             if refused:
                 break
             peak = int(ranks.max(peak_bytes(backbone.device) - bank))
             memory.append(MemoryPoint(num_jobs=packing.num_jobs, num_tokens=num_tokens, peak_bytes=peak))
-            durations.append(ThroughputPoint(num_jobs=len(admitted), num_tokens=of_all, duration_s=seconds))
+            durations.append(
+                ThroughputPoint(num_jobs=len(admitted), num_tokens=of_all, duration_s=seconds, spread=spread)
+            )
         eval_token_s = _eval_token_s(
             trainer, _admitted(chosen, Packing(num_jobs=1, batch_size=1), 1, ranks), rows, ranks
         )

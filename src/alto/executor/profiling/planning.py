@@ -157,6 +157,18 @@ def _plan(context: TaskContext, task: Task, *, refresh: bool) -> TaskPlan:
         modules=hashlib.sha256("\n".join(sorted(modules)).encode()).hexdigest()[:16],
         is_cached=profile.is_cached,
         profile_s=profile.duration_s,
+        notes=_unsteady_notes(profile.throughput),
+        profile=profile.name,
+    )
+
+
+def _unsteady_notes(throughput: Throughput) -> tuple[str, ...]:
+    if not throughput.is_unsteady:
+        return ()
+    return (
+        f"Repeats of one step took {100 * throughput.spread:.0f} % longer than the fastest: other programs used "
+        "the machine while it was measured, and the times above are rough. Measure again with --refresh when it is "
+        "idle; a run that trains with this measurement corrects it too.",
     )
 
 

@@ -48,12 +48,14 @@ class Profile:
         throughput: Throughput model of a step.
         is_cached: It was measured in an earlier run.
         duration_s: Duration of the measurement.
+        name: Of the measurement in the cache.
     """
 
     memory: MemoryProfile
     throughput: Throughput
     is_cached: bool
     duration_s: float
+    name: str
 
 
 def find_profile(
@@ -74,7 +76,7 @@ def find_profile(
     try:
         measured = Measured.from_dict(found)
         _check(measured)
-        return _profile(measured, is_cached=True)
+        return _profile(measured, cache.name_of(key), is_cached=True)
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         cache.discard("profiles", key, error)
         return None
@@ -113,9 +115,10 @@ def profile_task(
         assert backbone is not None
         measured = measure(task, backbone, lengths, num_rows=num_rows, max_tokens=max_tokens, ranks=ranks)
     measured = ranks.broadcast(measured, Measured)
+    key = _key(task, lengths, device, ranks.size)
     if ranks.is_first:
-        cache.save("profiles", _key(task, lengths, device, ranks.size), measured.to_dict())
-    return _profile(measured, is_cached=False)
+        cache.save("profiles", key, measured.to_dict())
+    return _profile(measured, cache.name_of(key), is_cached=False)
 
 
 def _check(measured: Measured) -> None:
@@ -127,7 +130,7 @@ def _check(measured: Measured) -> None:
             raise ValueError(f"a measurement of {value!r:.40}")
 
 
-def _profile(measured: Measured, *, is_cached: bool) -> Profile:
+def _profile(measured: Measured, name: str, *, is_cached: bool) -> Profile:
     # A linear model needs two sizes. Where only one step fitted, all its memory counts as fixed.
     sizes = {point.num_tokens for point in measured.memory}
     if len(sizes) < 2:
@@ -155,6 +158,7 @@ def _profile(measured: Measured, *, is_cached: bool) -> Profile:
         ),
         is_cached=is_cached,
         duration_s=measured.duration_s,
+        name=name,
     )
 
 

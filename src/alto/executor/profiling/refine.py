@@ -1,0 +1,82 @@
+"""Corrects the measured durations of a task by those of the steps that it has trained.
+
+A machine that is busy while it is measured makes every duration longer. Those that a run has seen replace them in the
+cache, for later runs and plans. All durations are corrected by one factor, so that jobs are packed as before.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Self
+
+from alto.executor import cache
+from alto.executor.job_state import JobState
+from alto.executor.profiling.measure import Measured
+from alto.executor.profiling.spread import spread_of
+from alto.records import TaskPlan, Throughput
+
+__all__ = ["StepTimes"]
+
+_EVERY = 8
+"""Of so many steps one is noted: counting the tokens of each would take time too."""
+
+_LEAST, _MOST = 8, 512
+"""Noted steps that a correction needs, and the latest that it is made of."""
+
+_CLOSE = 0.1
+"""Durations that differ by less are not corrected: the throughput model is no more exact."""
+
+
+class StepTimes:
+    """Durations of steps, each relative to what was measured beforehand.
+
+    Args:
+        expected: What was measured; None where nothing was: nothing is noted then.
+        name: Of the measurement in the cache.
+    """
+
+    def __init__(self, expected: Throughput | None, name: str) -> None:
+        self._expected = expected
+        self._name = name
+        self._num_steps = 0
+        self._ratios: deque[float] = deque(maxlen=_MOST)
+
+    @classmethod
+    def of(cls, forecast: TaskPlan | None) -> Self:
+        """Those of a run that begins with ``forecast``."""
+        return cls(None, "") if forecast is None else cls(forecast.throughput, forecast.profile)
+
+    def note(self, jobs: Sequence[JobState], duration_s: float) -> None:
+        """Note a step that ``jobs`` have just taken in ``duration_s`` seconds; their own step counts are still those
+        before it."""
+        self._num_steps += 1
+        if self._expected is None or self._num_steps % _EVERY:
+            return
+        expected_s = self._expected.duration_s(len(jobs), sum(job.next_step_tokens for job in jobs))
+        self._ratios.append(duration_s / expected_s)
+
+    def refine(self) -> None:
+        """Correct the measurement in the cache: where steps were faster, and where they were slower than what was
+        measured on a busy machine. Nothing is changed where few steps were noted, where they agree with it, or where it
+        was measured again meanwhile."""
+        if self._expected is None or len(self._ratios) < _LEAST:
+            return
+        factor, spread = statistics.median(self._ratios), spread_of(self._ratios)
+        if abs(factor - 1.0) < _CLOSE or (factor > 1.0 and not self._expected.is_unsteady):
+            return
+        expected = self._expected
+
+        def corrected(values: Any) -> Any:
+            measured = Measured.from_dict(values)
+            if measured.durations != expected.points:
+                return None
+            durations = tuple(
+                replace(point, duration_s=point.duration_s * factor, spread=spread) for point in measured.durations
+            )
+            eval_token_s = measured.eval_token_s * factor
+            return replace(measured, durations=durations, eval_token_s=eval_token_s).to_dict()
+
+        cache.revise("profiles", self._name, corrected)

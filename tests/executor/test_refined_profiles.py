@@ -1,0 +1,161 @@
+"""Measurements on a busy machine are recognised, and runs correct them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from profiles import MEASURED, measured_at_once
+from rich.console import Console
+from tiny import make_task, save_model
+
+from alto.engine.runner import TaskRunner
+from alto.executor import cache
+from alto.executor.profiling import profile
+from alto.executor.profiling.measure import Measured
+from alto.executor.profiling.refine import StepTimes
+from alto.executor.profiling.spread import spread_of
+from alto.export import plan_text
+from alto.records import UNSTEADY, TaskPlan, Throughput
+from alto.spec import Task
+
+KEY = {"measured": "by hand"}
+
+
+@pytest.fixture(autouse=True)
+def _empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ALTO_CACHE", str(tmp_path / "cache"))
+
+
+def with_spread(spread: float) -> Measured:
+    return replace(MEASURED, durations=tuple(replace(point, spread=spread) for point in MEASURED.durations))
+
+
+@pytest.mark.parametrize(
+    ("durations_s", "expected"),
+    [
+        ([1.0], 0.0),
+        ([2.0, 2.0, 2.0], 0.0),
+        ([1.0, 2.0, 3.0], 1.0),  # of few values the fastest
+        ([4.0, 1.0, 1.0, 1.0], 0.0),  # one that was disturbed changes nothing
+        ([0.1, *[1.0] * 10, *[1.5] * 9], 0.0),  # of many values one that is too fast changes nothing
+        ([*[1.0] * 5, *[1.5] * 15], 0.5),
+    ],
+)
+def test_the_spread_is_between_the_fastest_tenth_and_the_median(durations_s: list[float], expected: float) -> None:
+    assert spread_of(durations_s) == pytest.approx(expected)
+
+
+def throughput(measured: Measured = MEASURED) -> Throughput:
+    """A step takes a tenth of a second for each 100 tokens."""
+    return Throughput(step_s=0.0, job_s=0.0, token_s=1e-3, eval_token_s=1e-4, points=measured.durations)
+
+
+def trained(expected: Throughput, ratios: Sequence[float]) -> StepTimes:
+    """Eight steps for each of ``ratios``, which took so much longer than expected."""
+    times = StepTimes(expected, cache.name_of(KEY))
+    jobs: list[Any] = [SimpleNamespace(next_step_tokens=40), SimpleNamespace(next_step_tokens=60)]
+    for ratio in ratios:
+        for _ in range(8):
+            times.note(jobs, 0.1 * ratio)
+    return times
+
+
+def cached() -> Measured:
+    return Measured.from_dict(cache.load("profiles", KEY))
+
+
+@pytest.mark.parametrize(
+    ("spread", "ratios", "factor"),
+    [
+        (0.0, [0.5] * 20, 0.5),
+        (0.0, [2.0] * 20, 1.0),  # the machine is busy now
+        (0.5, [2.0] * 20, 2.0),  # it was busy then as well
+        (0.5, [0.5] * 20, 0.5),
+        (0.5, [1.05] * 20, 1.0),  # as measured
+        (0.0, [0.5] * 7, 1.0),  # too few steps
+        (0.0, [*[0.5] * 15, *[9.0] * 5], 0.5),
+    ],
+)
+def test_a_measurement_is_corrected_by_the_steps_that_were_trained(
+    spread: float, ratios: list[float], factor: float
+) -> None:
+    before = with_spread(spread)
+    cache.save("profiles", KEY, before.to_dict())
+    trained(throughput(before), ratios).refine()
+    found = cached()
+    assert [point.duration_s for point in found.durations] == pytest.approx(
+        [factor * point.duration_s for point in before.durations]
+    )
+    assert found.eval_token_s == pytest.approx(factor * before.eval_token_s)
+    assert (found.memory, found.capacity_bytes) == (before.memory, before.capacity_bytes)
+    if factor != 1.0:
+        assert [point.spread for point in found.durations] == pytest.approx([0.0, 0.0]), "steps were steady"
+
+
+def test_two_runs_that_began_with_the_same_measurement_correct_it_once() -> None:
+    cache.save("profiles", KEY, MEASURED.to_dict())
+    runs = [trained(throughput(), [0.5] * 20) for _ in range(2)]
+    for run in runs:
+        run.refine()
+    assert cached().durations[0].duration_s == pytest.approx(0.5 * MEASURED.durations[0].duration_s)
+
+
+def test_what_was_measured_again_or_is_gone_stays_as_it_is() -> None:
+    times = trained(throughput(), [0.5] * 20)
+    times.refine()
+    assert cache.load("profiles", KEY) is None
+    again = replace(MEASURED, durations=tuple(replace(point, duration_s=7.0) for point in MEASURED.durations))
+    cache.save("profiles", KEY, again.to_dict())
+    times.refine()
+    assert cached() == again
+
+
+def measured_as(monkeypatch: pytest.MonkeyPatch, measured: Measured) -> None:
+    monkeypatch.setattr(profile, "_measured_in_child", lambda *ignored, **settings: measured)
+
+
+def planned(folder: Path, **changes: Any) -> tuple[Task, TaskPlan]:
+    folder.mkdir(exist_ok=True)
+    settings: dict[str, Any] = {"batch_size": 1, "search_space": {"lr": [1e-3, 3e-3]}} | changes
+    task = make_task(folder, model=str(save_model(folder / "model")), **settings)
+    return task, TaskRunner().plan(task)
+
+
+@pytest.mark.parametrize("spread", [0.0, UNSTEADY, 0.8])
+def test_a_plan_says_where_the_machine_was_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spread: float) -> None:
+    measured_as(monkeypatch, with_spread(spread))
+    _, plan = planned(tmp_path)
+    shown = StringIO()
+    Console(width=400, file=shown).print(plan_text(plan))
+    notes = [note for note in plan.notes if "other programs used the machine" in note]
+    assert len(notes) == (spread >= UNSTEADY)
+    assert plan.throughput.is_unsteady == (spread >= UNSTEADY)
+    if notes:
+        assert f"{100 * spread:.0f} % longer" in notes[0]
+        assert notes[0] in shown.getvalue()
+
+
+def test_a_run_corrects_what_was_measured_and_is_packed_as_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The measurement that stands in for one has steps of 0.1 seconds and more; the steps of the model take less."""
+    measured_at_once(monkeypatch)
+    task, before = planned(tmp_path / "task", early_exit=False, report_to="none")
+    assert len(before.profile) == 24
+    result = TaskRunner().begin(task, tmp_path / "runs")
+    assert sum(job.steps for job in result.jobs) > 64
+    after = TaskRunner().plan(task)
+    assert after.is_cached
+    factor = after.throughput.points[0].duration_s / before.throughput.points[0].duration_s
+    assert factor < 0.9
+    for old, new in zip(before.throughput.points, after.throughput.points, strict=True):
+        assert new.duration_s == pytest.approx(factor * old.duration_s)
+    assert after.expected_duration_s == pytest.approx(factor * before.expected_duration_s)
+    for key in ("max_slots", "max_tokens_per_step", "max_tokens_per_pass", "memory", "peak_bytes"):
+        assert getattr(after, key) == getattr(before, key), key
