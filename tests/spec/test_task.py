@@ -49,6 +49,8 @@ def test_defaults():
         "select_by": "metric",
         "num_finalists": 4,
         "repeat_by": "seed",
+        "init_adapter": None,
+        "refit": None,
         "num_gpus": 1,
         "priority": 0,
         "tenant": "",

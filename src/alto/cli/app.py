@@ -18,6 +18,7 @@ from alto.cli import (
     plan,
     preview,
     queue,
+    refit,
     report,
     resume,
     run,
@@ -39,6 +40,7 @@ app = typer.Typer(
 app.command()(tune.tune)
 app.command()(run.run)
 app.command()(resume.resume)
+app.command()(refit.refit)
 app.command()(plan.plan)
 app.command()(simulate.simulate)
 app.command()(show.show)

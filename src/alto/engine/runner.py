@@ -17,6 +17,7 @@ import torch
 from alto.backbone import SHIPPED_MODELS, Backbone, base_fingerprint, limits_of, loading_class, resolve_model
 from alto.data import read_task_rows
 from alto.engine.resident_base import ResidentBase
+from alto.engine.start import read_start, with_start
 from alto.errors import AltoError, RunWriteError
 from alto.evaluation import FinalistJudge, PeftCheck
 from alto.executor import (
@@ -36,7 +37,7 @@ from alto.executor import (
     run_alone,
 )
 from alto.executor.profiling import pack, plan
-from alto.export import export_best, write_report
+from alto.export import export_best, is_outdated, write_report
 from alto.lora import adapter_base_model
 from alto.objectives import find_objective
 from alto.records import TaskOutcome, TaskPlan
@@ -153,7 +154,8 @@ class TaskRunner:
         """Plan the memory and time of ``task``."""
         context = self._prepare(portable(task)).context
         about_model = model_notes(context.backbone.model, [job.config for job in context.jobs], task.method)
-        return replace(plan(context, refresh=refresh), notes=(*context.data.notes, *about_model))
+        about_start = () if context.start is None else context.start.notes
+        return replace(plan(context, refresh=refresh), notes=(*about_start, *context.data.notes, *about_model))
 
     def _prepare(self, task: Task, resume_state: ResumeState | None = None) -> _Prepared:
         """Read and check a task before its run directory is made, or before it is resumed.
@@ -178,11 +180,14 @@ class TaskRunner:
             task = task.replace(search_space=auto_space(hidden_size, task.fixed))
         base = None if resume_state is None else self._checked_base(task, backbone, resume_state)
         data = rows.encode(backbone.tokenizer, limits_of(backbone.model.config))
+        data = data if task.refit is None else data.with_all_rows()
         for split in data.splits:
             objective.check(split, [job.config for job in task.jobs])
         scoring = task.select_by
         judge = None if scoring == "metric" else FinalistJudge(rows.validation, backbone, task.model, scoring)
-        context = TaskContext.of(resolve_rungs(task, len(data.train)), backbone, data, self.ranks)
+        context = TaskContext.of(
+            resolve_rungs(task, len(data.train)), backbone, data, self.ranks, start=read_start(task, backbone)
+        )
         return _Prepared(trackers=trackers, context=context, judge=judge, base=base)
 
     def _checked_base(self, task: Task, backbone: Backbone, resume_state: ResumeState) -> BaseDescription:
@@ -264,7 +269,7 @@ class TaskRunner:
     def _export(self, task: Task, run_dir: RunDir) -> TaskOutcome:
         result = task_outcome(read_history(run_dir.root), run_dir)
         run_dir.check_lock()
-        if not run_dir.best.is_dir():
+        if not run_dir.best.is_dir() or is_outdated(result):
             export_best(
                 result,
                 run_dir.job(result.best_job, "best"),
@@ -336,7 +341,9 @@ class _Prepared:
 
 
 def portable(task: Task) -> Task:
-    """The task with absolute paths, so that a process in any folder can resume it."""
+    """The task with absolute paths, so that a process in any folder can resume it, and with the shape of the adapter
+    that its jobs begin with, where it names one."""
+    task = with_start(task)
     found: dict[str, Any] = {}
     for key in ("dataset", "validation_dataset", "test_dataset"):
         path = getattr(task, key)

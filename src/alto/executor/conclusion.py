@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,18 +60,31 @@ def conclude(
         NoResultError: No job was ever evaluated with a finite loss.
         TaskInterruptedError: The run was stopped while finalists answered; a resumed run judges them again.
     """
-    winner = state.selection.winner()
+    winner = state.selection.winner() if state.context.data.has_validation else _finished(state)
     if winner is None:
         raise NoResultError(
             f"task {state.context.task.name!r}: expected at least one job to reach an evaluation with a finite loss, "
             f"found that {_why_there_is_none(state)}"
         )
-    tied: Sequence[LossPoint] = state.selection.within_noise_of_winner()
+    tied: Sequence[LossPoint] = ()
+    if state.context.data.has_validation:
+        tied = state.selection.within_noise_of_winner()
     if hooks.judge is not None:
         winner, tied = _judged(state, recorder, run_dir, hooks.judge, stop_if_asked) or (winner, tied)
     if hooks.check is not None and state.context.ranks.is_first:
         recorder.adapter_checked(winner.job, hooks.check(run_dir.job(winner.job, "best")))
     recorder.task_completed(winner, tied, state.jobs.values())
+
+
+def _finished(state: TaskState) -> LossPoint | None:
+    """The end of the job that did all its steps without validation; None where it has ended before."""
+    done = (job for job in state.jobs.values() if state.selection.decision_on(job.id) is None)
+    nan = math.nan
+    points = (
+        LossPoint(job=job.id, step=job.step, total_steps=job.total_steps, train_ema=nan, validation_loss=nan)
+        for job in done
+    )
+    return next(points, None)
 
 
 def _judged(
