@@ -42,6 +42,7 @@ from alto.spec.keys import (
 )
 from alto.spec.lr_schedules import DOMAINS, KWARGS_OF_SCHEDULES
 from alto.spec.method import OWN_METHODS, find_method
+from alto.spec.refit import Refit
 from alto.spec.validation import SpecModel, _expected
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -69,6 +70,7 @@ TYPES: Mapping[Any, str] = {
     EarlyExit: "true, false or a mapping",
     SearchSpace: "a mapping, or `auto`",
     Search: "the name of an algorithm, or a mapping",
+    Refit: "a mapping",
     Budget: "a mapping",
     Mapping: "a mapping of text to text",
     tuple: "a list",

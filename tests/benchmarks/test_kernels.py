@@ -163,7 +163,7 @@ class TestTheGate:
         broken = Workload(ranks=workload.ranks, data=workload.data, max_tokens_per_pass=500)
         broken.rows = lambda size: workload.rows(size)[::-1]
         if variant == "ours":
-            monkeypatch.setattr("alto.executor.trainer.JobRows", lambda _, slot, rows: _swapped(slot, rows, workload))
+            monkeypatch.setattr("alto.executor.rank_share.JobRows", lambda _, *part: _swapped(*part, workload))
         built = build(variant, base, broken)
         assert gate_failures({variant: built}, base, workload, 1)
 

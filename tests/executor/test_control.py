@@ -269,4 +269,4 @@ def test_a_command_that_comes_too_late_is_told_so(tmp_path: Path) -> None:
     commanded.at(Action.STOP, "job-001", event="task_completed", of=None)
     commanded._plan[0] = (lambda line: line["event"] == "task_completed", commanded._plan[0][1])
     commanded.run()
-    assert commanded.answers == [Answer(done=False, message="the task has ended; start a new run")]
+    assert commanded.answers == [Answer(done=False, message="the task has just ended; give the command again")]

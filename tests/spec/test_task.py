@@ -51,6 +51,8 @@ def test_defaults():
         "num_samples": 0,
         "sample_max_new_tokens": 128,
         "repeat_by": "seed",
+        "init_adapter": None,
+        "refit": None,
         "num_gpus": 1,
         "priority": 0,
         "tenant": "",

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from accelerate.state import AcceleratorState, PartialState
 from architectures import build_tiny
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from peft.optimizers import create_loraplus_optimizer
 from preference_pairs import whole_sequences
 from tiny import load_tokenizer
@@ -54,6 +54,7 @@ class SoloJob:
         first_step: Where in the data order to begin, for tests that must fail.
         autocast_adapter_dtype: PEFT's; false gives the adapter the dtype of the base.
         order: Rows of every step, where they are drawn from a mixture.
+        saved: Folder of a saved adapter that PEFT loads to train it on; None begins with a new one.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class SoloJob:
         dropout: Callable[[str, int], torch.nn.Module] | None = None,
         autocast_adapter_dtype: bool = True,
         order: DataOrder | MixtureOrder | None = None,
+        saved: Path | None = None,
     ) -> None:
         self.config = config
         self.step = 0
@@ -75,12 +77,15 @@ class SoloJob:
         self._padding = padding
         self._first_step = first_step
         self._order = order or DataOrder(len(dataset), config.rows_per_step, config.seed)
-        settings = peft_settings(config)
-        self.model = get_peft_model(
-            copy.deepcopy(base),
-            LoraConfig(**(settings | dict(tamper or {}))),
-            autocast_adapter_dtype=autocast_adapter_dtype,
-        )
+        self.model: Any
+        if saved is not None:
+            self.model = PeftModel.from_pretrained(copy.deepcopy(base), saved, is_trainable=True)
+        else:
+            self.model = get_peft_model(
+                copy.deepcopy(base),
+                LoraConfig(**(peft_settings(config) | dict(tamper or {}))),
+                autocast_adapter_dtype=autocast_adapter_dtype,
+            )
         if dropout is not None:
             for name, module in self.model.named_modules():
                 if hasattr(module, "lora_dropout"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,10 +25,12 @@ from alto.executor import (
     BankSize,
     JobState,
     MicroBatches,
+    StartAdapter,
     TaskContext,
     Trainer,
     build_trainer,
     initial_states,
+    stages,
 )
 from alto.executor.memory_errors import MemoryEvent
 from alto.executor.micro_batches import OnMemoryEvent
@@ -143,7 +146,8 @@ def make_trainer(context: TaskContext, num_slots: int, on_memory_event: OnMemory
 
 
 class Bank:
-    """All jobs of a task admitted to a trainer, job ``i`` to slot ``slots[i]``.
+    """All jobs of a task admitted to a trainer, job ``i`` to slot ``slots[i]``; they begin with the adapter in
+    ``saved``, where that is given.
 
     Attributes:
         backbone: The base that they share.
@@ -152,19 +156,31 @@ class Bank:
     """
 
     def __init__(
-        self, model: PreTrainedModel, task: Task, slots: list[int] | None = None, data: TaskData = DATA
+        self,
+        model: PreTrainedModel,
+        task: Task,
+        slots: list[int] | None = None,
+        data: TaskData = DATA,
+        saved: Path | None = None,
     ) -> None:
         self.backbone = backbone = Backbone(model, None, "unused")
-        context = TaskContext.of(task, backbone, data)
+        start = None if saved is None else StartAdapter.read(saved, backbone, model="unused")
+        context = TaskContext.of(task, backbone, data, start=start)
         if context.objective.needs_reference:
-            context = replace(context, data=with_references(backbone, data))
+            if start is None:
+                context = replace(context, data=with_references(backbone, data))
+            else:
+                context = stages.with_references(context, MicroBatches(100, lambda event: None))
         self.data = context.data
         self.jobs = initial_states(context)
         self.memory_events: list[MemoryEvent] = []
         self.trainer = make_trainer(context, len(self.jobs) + 1, self.memory_events.append)
         for job, slot in zip(self.jobs, slots or range(len(self.jobs)), strict=True):
             job.slot = slot
-            self.trainer.admit_fresh(job, slot)
+            if start is None:
+                self.trainer.admit_fresh(job, slot)
+            else:
+                self.trainer.admit_warm(job, slot, start.weights)
 
     @property
     def training(self) -> list[JobState]:

@@ -18,6 +18,7 @@ from alto.cli import (
     plan,
     preview,
     queue,
+    refit,
     report,
     resume,
     run,
@@ -45,6 +46,7 @@ app.command("import", rich_help_panel=_FIRST)(importing.import_tasks)
 app.command(rich_help_panel=_RUNS)(show.show)
 app.command("list", rich_help_panel=_RUNS)(listing.list_)
 app.command(rich_help_panel=_RUNS)(resume.resume)
+app.command(rich_help_panel=_RUNS)(refit.refit)
 app.add_typer(job.app, rich_help_panel=_RUNS)
 app.command(rich_help_panel=_RUNS)(report.report)
 app.command(rich_help_panel=_RUNS)(compare.compare)

@@ -1,4 +1,5 @@
-"""``alto job``: stop, resume and clone jobs of a running task from another terminal."""
+"""``alto job``: stop, resume and clone jobs of a running task from another terminal; resume and clone jobs of a
+finished one."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ from alto.spec.method import find_method
 
 __all__ = ["app"]
 
-app = typer.Typer(name="job", help="Stop, resume and clone jobs of a running task.", no_args_is_help=True)
+app = typer.Typer(
+    name="job", help="Stop, resume and clone jobs of a task, which runs or is finished.", no_args_is_help=True
+)
 
 JobName = Annotated[str, typer.Argument(metavar="JOB", help="Job, for example job-003; alto show lists them.")]
 Wait = Annotated[float, typer.Option("--wait", min=0, help="Seconds to wait for the task's answer.")]
@@ -32,7 +35,7 @@ def stop(run: Run, job: JobName, wait_s: Wait = 60.0) -> None:
 
 @app.command()
 def resume(run: Run, job: JobName, wait_s: Wait = 60.0) -> None:
-    """Resume JOB, which was stopped by you or by early exit."""
+    """Resume JOB, which was stopped by you or by early exit; in a finished run with the next alto resume RUN."""
     _ask(run, Action.RESUME, job, wait_s=wait_s)
 
 
@@ -54,7 +57,8 @@ def clone(
     ] = False,
     wait_s: Wait = 60.0,
 ) -> None:
-    """Add a job with the configuration of JOB and some settings changed."""
+    """Add a job with the configuration of JOB and some settings changed; to a finished run with the next alto resume
+    RUN, which renews its result."""
     changed = dict(map(parse_override, changes or ()))
     started = read_history(RunDir.open(run).root).started
     method = find_method("sft" if started is None else started.method)
@@ -67,15 +71,16 @@ def _ask(
 ) -> None:
     run_dir = RunDir.open(run)
     history = read_history(run_dir.root)
-    if history.result is not None:
-        raise JobCommandError(f"expected a run that is not finished, found that {run_dir.root} is; start a new one")
+    if history.result is not None and action is Action.STOP:
+        raise JobCommandError(f"expected a run that is not finished, found that {run_dir.root} is; no job trains")
     if job not in history.jobs:
         raise JobCommandError(f"expected a job of this run, found {job!r}; it has {', '.join(history.jobs)}")
     mailbox = Mailbox(run_dir)
     command = mailbox.send(action, job, changes=changes, warm=warm)
     is_live, answer = wait_for_answer(run_dir, mailbox, command, wait_s)
     if answer is None and not is_live:
-        typer.echo(f"No process works on this run; the command takes effect with: {resume_command(_resumed(run_dir))}")
+        root = run_dir.root if history.result is not None else _resumed(run_dir)
+        typer.echo(f"No process works on this run; the command takes effect with: {resume_command(root)}")
     elif answer is None:
         typer.echo(f"No answer within {wait_s:g} s; the command takes effect before the next step, or on resumption.")
     elif answer.done:

@@ -228,25 +228,27 @@ class EncodedDataset:
 
     def parts(self, num_rows: int) -> Iterator[EncodedDataset]:
         """Consecutive parts of so many rows, each a dataset; skipped rows are counted in none of them."""
-        for start in range(0, len(self), num_rows):
-            stop = start + num_rows
-            yield EncodedDataset(
-                input_ids=self.input_ids[start:stop],
-                targets=self.targets[start:stop],
-                num_truncated=0,
-                num_skipped=0,
-                spans=self.spans[start:stop],
-                labels=None if self.labels is None else self.labels[start:stop],
-                classes=None if self.classes is None else self.classes[start:stop],
-                label_set=self.label_set,
-                max_length=self.max_length,
-                counts=RowCounts(*(column[start:stop] for column in self._counts)),
-            )
+        return (self.rows(start, start + num_rows) for start in range(0, len(self), num_rows))
+
+    def rows(self, start: int, stop: int) -> EncodedDataset:
+        """The rows from ``start`` to before ``stop``, without sources; skipped rows are counted in no part."""
+        return EncodedDataset(
+            input_ids=self.input_ids[start:stop],
+            targets=self.targets[start:stop],
+            num_truncated=0,
+            num_skipped=0,
+            spans=self.spans[start:stop],
+            labels=None if self.labels is None else self.labels[start:stop],
+            classes=None if self.classes is None else self.classes[start:stop],
+            label_set=self.label_set,
+            max_length=self.max_length,
+            counts=RowCounts(*(column[start:stop] for column in self._counts)),
+        )
 
     @property
     def is_paired(self) -> bool:
         """Whether its rows are pairs."""
-        return len(self.spans[0]) == 2
+        return bool(self.spans) and len(self.spans[0]) == 2
 
     @property
     def sequence_lengths(self) -> tuple[int, ...]:
@@ -275,12 +277,12 @@ class EncodedDataset:
         return sum(self.num_trained)
 
 
-def joined(parts: Sequence[EncodedDataset], names: Sequence[str], store: RowStore = MEMORY) -> EncodedDataset:
+def joined(parts: Sequence[EncodedDataset], names: Sequence[str] = (), store: RowStore = MEMORY) -> EncodedDataset:
     """The rows of several sources, one after the other.
 
     Args:
         parts: One or more, all of conversations or all of pairs.
-        names: Names of the sources.
+        names: Names of the sources; empty where they are one dataset.
         store: Where the rows of the parts are.
     """
     unread: dict[str, Unread] = {}
@@ -299,7 +301,7 @@ def joined(parts: Sequence[EncodedDataset], names: Sequence[str], store: RowStor
         refused=tuple(bad for part in parts for bad in part.refused),
         unread=tuple(unread.values()),
         spans=store.chain([part.spans for part in parts]),
-        sources=tuple((name, len(part)) for name, part in zip(names, parts, strict=True)),
+        sources=tuple((name, len(part)) for name, part in zip(names, parts, strict=True)) if names else (),
         labels=None if parts[0].labels is None else store.chain([part.labels or () for part in parts]),
         classes=None if parts[0].classes is None else tuple(label for part in parts for label in part.classes or ()),
         label_set=parts[0].label_set,

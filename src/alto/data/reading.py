@@ -15,7 +15,7 @@ from alto.data.rows import RawRow, listed
 from alto.data.source import Source, open_source
 from alto.data.split import sample_rows, split_rows
 from alto.data.task_rows import TaskRows
-from alto.errors import DataFormatError
+from alto.errors import DataError, DataFormatError
 from alto.spec import Task, TrainOn
 from alto.spec.data_keys import DataKeys
 from alto.spec.method import find_method, learns_from_pairs
@@ -275,8 +275,16 @@ def read_heldout_rows(task: Task, dataset: str | None) -> HeldoutRows:
 
 def _own_heldout_rows(task: Task) -> HeldoutRows:
     own = TaskSources(task).read(MEMORY)
-    name = f"{task.dataset_name} (validation rows)"
-    return HeldoutRows(name=name, rows=_wanted(own.validation), max_length=own.max_length, train_on=task.train_on)
+    what, rows = "validation", own.validation
+    if task.refit is not None:
+        if not own.test:
+            raise DataError(
+                "dataset: expected rows that were not trained, found a refit, which has trained the validation rows "
+                "too; name others with --dataset"
+            )
+        what, rows = "test", own.test
+    name = f"{task.dataset_name} ({what} rows)"
+    return HeldoutRows(name=name, rows=_wanted(rows), max_length=own.max_length, train_on=task.train_on)
 
 
 def _check_same_labels(parts: Sequence[TaskRows]) -> None:

@@ -16,7 +16,7 @@ from typing import IO, Protocol, TypeVar
 from alto.data.lazy import Chain, LazySequence, View
 from alto.runs import write_error
 
-__all__ = ["MEMORY", "DiskStore", "RowStore", "close_abandoned", "writing_cache"]
+__all__ = ["MEMORY", "VIEWS", "DiskStore", "RowStore", "close_abandoned", "writing_cache"]
 
 _REMEDY = (
     "free disk space, name a folder on another disk with the environment variable ALTO_CACHE, or keep the data in "
@@ -77,6 +77,17 @@ class _MemoryStore:
 
 MEMORY: RowStore = _MemoryStore()
 """The store of data that fits into memory."""
+
+
+class _ViewStore(_MemoryStore):
+    """Keeps rows in lists, and refers to parts of others where they are."""
+
+    def chain(self, parts: Sequence[Sequence[Row]]) -> Sequence[Row]:
+        return Chain(parts)
+
+
+VIEWS: RowStore = _ViewStore()
+"""The store of rows that are somewhere already, in memory or on disk."""
 
 
 class DiskStore:

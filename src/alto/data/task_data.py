@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Self, TypeAlias
+from typing import Any, Literal, Self, TypeAlias
 
-from alto.data.dataset import EncodedDataset
+from alto.data.dataset import EncodedDataset, joined
+from alto.data.notes import reading_notes
+from alto.data.row_store import VIEWS
 
 __all__ = ["SPLITS", "EvaluationSplit", "TaskData"]
 
@@ -23,7 +25,7 @@ class TaskData:
 
     Attributes:
         train: Training rows.
-        validation: Validation rows.
+        validation: Validation rows; empty where a winner is trained again on all rows.
         test: Rows that nothing is trained on or selected by; None where there are none.
         num_shared: Validation rows that are training rows too.
         num_bad: Rows left out because they cannot be used.
@@ -43,25 +45,49 @@ class TaskData:
 
     @property
     def splits(self) -> tuple[EncodedDataset, ...]:
-        """Training, validation and, where there are some, test rows."""
-        return (self.train, self.validation) if self.test is None else (self.train, self.validation, self.test)
+        """Training, validation and test rows, as far as there are some."""
+        return tuple(self.named_splits.values())
+
+    @property
+    def named_splits(self) -> dict[str, EncodedDataset]:
+        """The splits that have rows, by name, in the order of :data:`SPLITS`."""
+        found = {"train": self.train, "validation": self.validation, "test": self.test}
+        return {name: split for name, split in found.items() if split is not None and len(split)}
+
+    @property
+    def has_validation(self) -> bool:
+        """Whether there are validation rows."""
+        return len(self.validation) > 0
 
     def held_out(self, split: EvaluationSplit) -> EncodedDataset:
         """The validation or the test rows, which there have to be."""
         dataset = self.validation if split == "validation" else self.test
-        assert dataset is not None, "the task has no test rows"
+        assert dataset is not None, f"the task has no {split} rows"
+        assert len(dataset), f"the task has no {split} rows"
         return dataset
 
     def with_splits(self, splits: Sequence[EncodedDataset]) -> Self:
         """The same data with other ``splits``, as many and in the same order."""
-        train, validation, *rest = splits
-        return replace(self, train=train, validation=validation, test=rest[0] if rest else None)
+        named: dict[str, Any] = dict(zip(self.named_splits, splits, strict=True))
+        return replace(self, **named)
+
+    def with_all_rows(self) -> Self:
+        """The same data with the validation rows behind the training rows, source by source, and none to validate
+        on."""
+        notes = reading_notes(len(self.validation), self.num_shared)
+        return replace(
+            self,
+            train=_together(self.train, self.validation),
+            validation=EncodedDataset(input_ids=(), targets=(), num_truncated=0, num_skipped=0),
+            num_shared=0,
+            notes=tuple(note for note in self.notes if note not in notes),
+        )
 
     def counts(self) -> dict[str, int]:
         """Rows and tokens of every split, what was cut or left out, and the validation rows that are trained too."""
         counts = {
             f"{name}_{what}": count
-            for name, split in zip(SPLITS, self.splits, strict=False)
+            for name, split in self.named_splits.items()
             for what, count in (
                 ("rows", len(split)),
                 ("tokens", split.num_tokens),
@@ -74,3 +100,17 @@ class TaskData:
             )
         }
         return {**counts, "shared_rows": self.num_shared, "bad_rows": self.num_bad}
+
+
+def _together(train: EncodedDataset, validation: EncodedDataset) -> EncodedDataset:
+    """The rows of both, one after the other; of a mixture, source by source."""
+    if not train.sources:
+        return joined([train, validation], store=VIEWS)
+    parts: dict[str, list[EncodedDataset]] = {name: [] for name, _ in train.sources}
+    for split in (train, validation):
+        first = 0
+        for name, count in split.sources:
+            parts[name] += [split.rows(first, first + count)] if count else []
+            first += count
+        assert first == len(split), "every row is of a source"
+    return joined([joined(of_source, store=VIEWS) for of_source in parts.values()], list(parts), VIEWS)

@@ -14,6 +14,7 @@ from alto.runs.events import (
     BaseEvaluated,
     Event,
     JobAdded,
+    JobCompleted,
     JobEvaluated,
     JobExited,
     JobReopened,
@@ -115,6 +116,8 @@ def _feed(selection: Selection, event: Event, metric: str) -> None:
             evidence = {key: float(value) for key, value in event.evidence.items()}
             reason = exit_reason(event.reason)
             selection.end(ExitDecision(job=job, step=event.step or 0, reason=reason, evidence=evidence))
+        case JobCompleted(job=job) if selection.is_training(job) and not selection.history(job):
+            selection.finish(job)
         case JobAdded(job=job, origin=str(origin), forked_at=steps) if steps:
             selection.fork(job, origin)
         case JobAdded(job=job, origin=origin):

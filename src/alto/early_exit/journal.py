@@ -30,13 +30,13 @@ class Curves:
     """The losses of one job by step, the scores of its evaluations by the task's metric, and those of the base.
 
     Attributes:
-        start: Evaluation of the frozen base; None where it is not known.
+        start: Evaluation of what the job begins with; None where it is not known.
         train: Training loss by step.
         validation: Validation loss by step.
         scores: Score by step.
         score_rows: Value of the metric on every validation row, by step.
-        loss_rows: Loss of every validation row, by step; of the base at step 0.
-        tests: Loss on the test rows, by step; of the base at step 0.
+        loss_rows: Loss of every validation row, by step; at step 0 of what the job begins with.
+        tests: Loss on the test rows, by step; at step 0 of what the job begins with.
     """
 
     start: StartValue | None = None

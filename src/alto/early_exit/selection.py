@@ -114,7 +114,7 @@ class Selection:
         return None
 
     def observe_base(self, job: str, start: StartValue) -> None:
-        """Observe the evaluation of the frozen base alone, before the first evaluation of ``job``."""
+        """Observe the evaluation of what ``job`` begins with, before its first own evaluation."""
         track = self._tracks[job]
         _require(not track.history, f"the base's validation before the first of {job}, found it after one")
         track.start = start
@@ -164,6 +164,15 @@ class Selection:
         if verdict is not None:
             self.end(verdict)
         return verdict
+
+    def finish(self, job: str) -> None:
+        """Observe that ``job``, which nothing evaluates as there are no validation rows, has done all its steps."""
+        track = self._tracks[job]
+        _require(track.trains, f"{job} to train, found that it has ended")
+        _require(not track.history, f"{job} to have no evaluation, found some: the last of them finishes it")
+        _require(track.ema.count == track.total_steps, f"all steps of {job}, found {track.ema.count} of them")
+        self._num_changes += 1
+        track.finished = True
 
     def observe_scores(self, scores: Sequence[FinalistScore]) -> None:
         """Observe the scores of the answers of jobs that stand at the next rung, which ranks by them; none where they

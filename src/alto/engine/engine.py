@@ -11,29 +11,22 @@ from pathlib import Path
 import torch
 
 from alto.backbone import build_skeleton, device_name, limits_of, load_config, load_tokenizer
-from alto.data import preview_rows, read_heldout_rows, read_task_rows
+from alto.data import preview_rows, read_task_rows
+from alto.engine.evaluating import evaluate_adapters
 from alto.engine.exports import find_winner
 from alto.engine.gpus import STRATEGIES, check_num_gpus
 from alto.engine.launched import LaunchedRunner
 from alto.engine.packing import packed_as
 from alto.engine.queue_setup import QueueSetup
 from alto.engine.queues import QueueRunner
+from alto.engine.refit import refit_folder, refit_task
 from alto.engine.runner import TaskRunner, portable
 from alto.engine.showing import show_result, shown
+from alto.engine.start import with_start
 from alto.engine.task_queue import TaskQueue
-from alto.engine.trained_base import check_trained_on
 from alto.errors import RunNotFoundError, SpecError
-from alto.evaluation import (
-    EvaluationSettings,
-    OnProgress,
-    add_evaluation,
-    check_metrics,
-    find_target,
-    measure,
-)
+from alto.evaluation import EvaluationSettings, OnProgress
 from alto.executor import ResumeState, model_notes
-from alto.executor.profiling import USUAL_TOKENS_PER_PASS
-from alto.export import write_report
 from alto.exporting import ExportSettings, check_before, write_export
 from alto.records import (
     DataPreview,
@@ -47,7 +40,7 @@ from alto.records import (
     TaskPlan,
 )
 from alto.results import TaskResult
-from alto.runs import Observer, RunDir, in_background, load_run_task, read_intact_events
+from alto.runs import Mailbox, Observer, RunDir, in_background, load_run_task, read_intact_events
 from alto.spec import EarlyExit, Task
 
 __all__ = ["Engine"]
@@ -160,7 +153,8 @@ class Engine:
     def resume(self, run: str | Path, *, num_gpus: int | None = None, trust_remote_code: bool = False) -> TaskResult:
         """Resume an interrupted run from its last checkpoint; its result equals that of an uninterrupted run.
 
-        A finished run returns its result again; its best adapter and report are written again.
+        A finished run returns its result again. Where a command waits that clones or resumes one of its jobs
+        (``alto job``), that is trained, and result, best adapter and report are renewed.
 
         Args:
             run: The run directory.
@@ -192,12 +186,33 @@ class Engine:
         show_result(result, self.progress)
         return result
 
+    def refit(self, run: str | Path, *, to: str | Path | None = None, trust_remote_code: bool = False) -> TaskResult:
+        """Train the winner of a finished run again, on all rows: those to validate on included, not those to test on.
+
+        The job has the winner's configuration and seed, takes as many steps as the winner's best checkpoint has, and
+        follows its learning-rate schedule so far. There is no validation and no early exit.
+
+        Args:
+            run: The directory of the finished run.
+            to: Folder in which the new run directory is made; None makes it beside ``run``.
+            trust_remote_code: Allow the Python code that comes with the base model, where the run's task asks for it.
+
+        Raises:
+            NoResultError: The run has no result.
+            UnsupportedError: Its winner was not trained with one configuration from its beginning, or is a refit.
+            AltoError: As :meth:`tune` does.
+        """
+        run_dir = RunDir.open(run)
+        task = refit_task(run_dir, trust_remote_code=trust_remote_code)
+        return replace(self, output_dir=refit_folder(run_dir) if to is None else to).tune(task)
+
     def preview(self, task: Task, *, num_rows: int = 3) -> DataPreview:
         """The data of ``task`` as it would be trained, and its first ``num_rows`` examples; no weights are read.
 
         Raises:
             AltoError: What is wrong with the data, or with the model's tokenizer.
         """
+        task = with_start(task)
         rows = read_task_rows(task)
         tokenizer = load_tokenizer(task.base_model)
         limits = limits_of(load_config(task.base_model))
@@ -258,37 +273,17 @@ class Engine:
             backend=backend,
         )
         paths = [targets] if isinstance(targets, str | Path) else list(targets)
-        target = find_target(
+        return evaluate_adapters(
             [Path(path) for path in paths],
+            settings,
+            device=self._device,
             jobs=jobs,
             all_jobs=all_jobs,
-            base=base,
             dataset=dataset,
+            base=base,
             trust_remote_code=trust_remote_code,
-        )
-        for adapter in target.adapters.values():
-            check_metrics(adapter.folder)
-        task = target.task
-        if base is None:
-            check_trained_on(target.run_dirs, target.base_model)
-        rows = read_heldout_rows(task, dataset)
-        result = measure(
-            target.adapters,
-            rows,
-            settings,
-            base=target.base_model,
-            device=self._device,
-            max_tokens_per_pass=task.max_tokens_per_pass or USUAL_TOKENS_PER_PASS[self._device.type],
-            max_length=rows.max_length if target.run_dirs else None,
             on_progress=on_progress,
         )
-        baseline_found = [] if result.baseline is None else [result.baseline]
-        for found in result.adapters:
-            for evaluation in (*baseline_found, found.evaluation):
-                add_evaluation(Path(found.adapter_dir), evaluation)
-        for run_dir in target.run_dirs:
-            write_report(run_dir)
-        return result
 
     def export(
         self,
@@ -447,8 +442,9 @@ class Engine:
 
 
 def _is_finished(run_dir: RunDir) -> bool:
-    """Whether nothing is left to be trained."""
+    """Whether nothing is left to be trained, also by a command that waits."""
     try:
-        return ResumeState(lines=read_intact_events(run_dir.journal_file)).is_finished
+        lines = read_intact_events(run_dir.journal_file)
+        return ResumeState(lines=lines, extends_run=Mailbox(run_dir).extends_run).is_finished
     except RunNotFoundError:
         return False

@@ -17,6 +17,7 @@ import torch
 from alto.backbone import SHIPPED_MODELS, Backbone, base_fingerprint, limits_of, loading_class, resolve_model
 from alto.data import ReadRows, read_task_rows
 from alto.engine.resident_base import ResidentBase
+from alto.engine.start import read_start, with_start
 from alto.errors import AltoError, RunWriteError
 from alto.evaluation import FinalistJudge, PeftCheck, Sampler
 from alto.executor import (
@@ -36,7 +37,7 @@ from alto.executor import (
     run_alone,
 )
 from alto.executor.profiling import pack, plan
-from alto.export import export_best, write_report
+from alto.export import export_best, is_outdated, write_report
 from alto.lora import adapter_base_model
 from alto.objectives import find_objective
 from alto.records import TaskOutcome, TaskPlan
@@ -154,7 +155,8 @@ class TaskRunner:
         context = self._prepare(portable(task)).context
         about_model = model_notes(context.backbone.model, [job.config for job in context.jobs], task.method)
         found = plan(context, refresh=refresh)
-        return replace(found, notes=(*context.data.notes, *about_model, *found.notes))
+        about_start = () if context.start is None else context.start.notes
+        return replace(found, notes=(*about_start, *context.data.notes, *about_model, *found.notes))
 
     def _prepare(self, task: Task, resume_state: ResumeState | None = None) -> _Prepared:
         """Read and check a task before its run directory is made, or before it is resumed.
@@ -180,11 +182,14 @@ class TaskRunner:
         base = None if resume_state is None else self._checked_base(task, backbone, resume_state)
         data = rows.encode(backbone.tokenizer, limits_of(backbone.model.config))
         data = replace(data, form=rows.layout.form, max_length=rows.max_length)
+        data = data if task.refit is None else data.with_all_rows()
         for split in data.splits:
             objective.check(split, [job.config for job in task.jobs])
         scoring = task.select_by
         judge = None if scoring == "metric" else FinalistJudge(rows.validation, backbone, task.model, scoring)
-        context = TaskContext.of(resolve_rungs(task, len(data.train)), backbone, data, self.ranks)
+        context = TaskContext.of(
+            resolve_rungs(task, len(data.train)), backbone, data, self.ranks, start=read_start(task, backbone)
+        )
         sampler = _sampler(task, rows, backbone)
         return _Prepared(trackers=trackers, context=context, judge=judge, sampler=sampler, base=base)
 
@@ -268,7 +273,7 @@ class TaskRunner:
     def _export(self, task: Task, run_dir: RunDir) -> TaskOutcome:
         result = task_outcome(read_history(run_dir.root), run_dir)
         run_dir.check_lock()
-        if not run_dir.best.is_dir():
+        if not run_dir.best.is_dir() or is_outdated(result):
             export_best(
                 result,
                 run_dir.job(result.best_job, "best"),
@@ -352,7 +357,9 @@ def _sampler(task: Task, rows: ReadRows, backbone: Backbone) -> Sampler | None:
 
 
 def portable(task: Task) -> Task:
-    """The task with absolute paths, so that a process in any folder can resume it."""
+    """The task with absolute paths, so that a process in any folder can resume it, and with the shape of the adapter
+    that its jobs begin with, where it names one."""
+    task = with_start(task)
     found: dict[str, Any] = {}
     for key in ("dataset", "validation_dataset", "test_dataset"):
         path = getattr(task, key)

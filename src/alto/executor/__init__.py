@@ -14,6 +14,7 @@ from alto.executor.recovery import ResumeState, check_base, check_precision, rea
 from alto.executor.session import TaskSession
 from alto.executor.shared_bank import SharedBank
 from alto.executor.stages import load_base, with_references
+from alto.executor.start_adapter import StartAdapter
 from alto.executor.trainer import Trainer
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "ResumeState",
     "RunStart",
     "SharedBank",
+    "StartAdapter",
     "TaskContext",
     "TaskSession",
     "Trainer",

@@ -1,10 +1,12 @@
-"""The validation loss and metrics of the frozen base alone: the start value of every job."""
+"""The validation loss and metrics of what jobs begin with, the frozen base or a saved adapter: the start value of every
+job."""
 
 from __future__ import annotations
 
 from alto.executor.job_state import JobState
 from alto.executor.memory_errors import RowTooLargeError
 from alto.executor.recorder import JournalRecorder
+from alto.executor.start_adapter import beginning_with
 from alto.executor.tally import Evaluated
 from alto.executor.task_state import TaskState
 from alto.records import StartValue
@@ -15,20 +17,21 @@ __all__ = ["evaluate_base", "start_like_others"]
 
 
 def evaluate_base(state: TaskState, recorder: JournalRecorder) -> None:
-    """Evaluate the frozen base once, for the start value of every job, and record it. Where a row does not fit into
-    memory, nothing is recorded: jobs that evaluate that row report the error. Nor is where jobs have heads of their
-    own: the base has none."""
-    if state.context.objective.has_head:
+    """Evaluate what jobs begin with once, for the start value of every job, and record it. Where a row does not fit
+    into memory, nothing is recorded: jobs that evaluate that row report the error. Nor is where jobs have heads of
+    their own: the base has none, and the forward passes here end before a head. Nor is without validation rows."""
+    if state.context.objective.has_head or not state.context.data.has_validation:
         return
-    alike: dict[ObjectiveSettings, list[JobState]] = {}  # jobs with the same loss on the frozen base
+    alike: dict[ObjectiveSettings, list[JobState]] = {}  # jobs with the same loss there
     for job in state.jobs.values():
         alike.setdefault(job.config.objective, []).append(job)
     configs = [jobs[0].config for jobs in alike.values()]
     tested: list[Evaluated] = []
     try:
-        found = state.trainer.evaluate_base(state.context, configs)
-        if state.context.data.test is not None:
-            tested = state.trainer.evaluate_base(state.context, configs, "test")
+        with beginning_with(state.context.start, state.context.backbone, state.slot_manager.bank.reinject) as within:
+            found = state.trainer.evaluate_base(state.context, configs, within=within)
+            if state.context.data.test is not None:
+                tested = state.trainer.evaluate_base(state.context, configs, "test", within)
     except RowTooLargeError:
         return
     metric = state.context.task.metric

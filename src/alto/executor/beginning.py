@@ -10,9 +10,10 @@ from typing import Any
 from alto.backbone import Backbone, device_name
 from alto.data import TaskData
 from alto.early_exit import rung_notes
+from alto.executor.context import TaskContext
 from alto.executor.model_notes import model_notes
 from alto.executor.recorder import describe_job
-from alto.executor.recovery import ResumeState, data_fingerprint
+from alto.executor.recovery import ResumeState, data_fingerprint, refit_fact
 from alto.executor.task_state import TaskState
 from alto.records import TaskPlan, Throughput
 from alto.runs import Event, RunDir
@@ -72,6 +73,8 @@ def begin_events(state: TaskState, start: RunStart) -> Iterator[Event]:
         data=_described(data, data_fingerprint(data, context.base.chat_template)),
         notes=(
             *start.resume_state.notes,
+            *_refit_notes(context),
+            *(() if context.start is None else context.start.notes),
             *data.notes,
             *model_notes(context.backbone.model, configs, task.method),
             *_padding_notes(context.backbone),
@@ -80,6 +83,8 @@ def begin_events(state: TaskState, start: RunStart) -> Iterator[Event]:
         ),
         references=context.references,
         gpu_hour_price=task.search.budget.gpu_hour_price,
+        init_adapter=None if context.start is None else context.start.fact,
+        refit=None if task.refit is None else refit_fact(task.refit),
         max_slots=state.slot_manager.num_slots,
         packing=_packing(state),
         early_exit=task.early_exit.resolved().model_dump(mode="json"),
@@ -118,6 +123,18 @@ def _packing(state: TaskState) -> dict[str, Any]:
         "gradient_checkpointing": task.gradient_checkpointing,
         "device": device_name(state.context.backbone.device),
     }
+
+
+def _refit_notes(context: TaskContext) -> tuple[str, ...]:
+    refit = context.task.refit
+    if refit is None:
+        return ()
+    [job] = context.jobs
+    return (
+        f"Refit of {refit.run}: the configuration of its best job, {refit.job}, is trained on all "
+        f"{len(context.data.train):,} rows, those to validate on included, for the {refit.steps:,} steps of its best "
+        f"checkpoint (of a schedule of {job.schedule_steps:,}). There is no validation.",
+    )
 
 
 def _padding_notes(backbone: Backbone) -> tuple[str, ...]:

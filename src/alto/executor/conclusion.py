@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,17 +82,12 @@ def conclude(
         NoResultError: No job was ever evaluated with a finite loss.
         TaskInterruptedError: The run was stopped while adapters generated texts; a resumed run does it again.
     """
-    leaders = state.selection.leaders(2)
-    if not leaders:
+    chosen = _first_choice(state)
+    if chosen is None:
         raise NoResultError(
             f"task {state.context.task.name!r}: expected at least one job to reach an evaluation with a finite loss, "
             f"found that {_why_there_is_none(state)}"
         )
-    chosen = _Choice(
-        winner=leaders[0],
-        tied=state.selection.within_noise_of_winner(),
-        runner_up=leaders[1].job if len(leaders) > 1 else None,
-    )
     if hooks.judge is not None:
         chosen = _judged(state, recorder, run_dir, hooks.judge, stop_if_asked) or chosen
     winner = chosen.winner
@@ -101,6 +97,29 @@ def conclude(
     if hooks.check is not None and state.context.ranks.is_first:
         recorder.adapter_checked(winner.job, hooks.check(run_dir.job(winner.job, "best")))
     recorder.task_completed(winner, chosen.tied, state.jobs.values())
+
+
+def _first_choice(state: TaskState) -> _Choice | None:
+    """The best job by the losses; without validation the one that did all its steps. None where there is neither."""
+    if not state.context.data.has_validation:
+        finished = _finished(state)
+        return None if finished is None else _Choice(winner=finished, tied=(), runner_up=None)
+    leaders = state.selection.leaders(2)
+    if not leaders:
+        return None
+    runner_up = leaders[1].job if len(leaders) > 1 else None
+    return _Choice(winner=leaders[0], tied=state.selection.within_noise_of_winner(), runner_up=runner_up)
+
+
+def _finished(state: TaskState) -> LossPoint | None:
+    """The end of the job that did all its steps without validation; None where it has ended before."""
+    done = (job for job in state.jobs.values() if state.selection.decision_on(job.id) is None)
+    nan = math.nan
+    points = (
+        LossPoint(job=job.id, step=job.step, total_steps=job.total_steps, train_ema=nan, validation_loss=nan)
+        for job in done
+    )
+    return next(points, None)
 
 
 def _judged(

@@ -11,6 +11,8 @@ from alto.data import TaskData
 from alto.early_exit import Policy, policy_from
 from alto.executor.planned_job import PlannedJob, plan_job, plan_jobs, trains_router_loss
 from alto.executor.ranks import Ranks
+from alto.executor.start_adapter import StartAdapter
+from alto.lora import adapter_shape
 from alto.objectives import Objective, find_objective
 from alto.runs.events import ReferenceFact
 from alto.spec import BaseModelSpec, Job, Task
@@ -33,6 +35,7 @@ class TaskContext:
         objective: Loss and metrics of the jobs.
         policy: Decides which jobs end early.
         references: Source of the reference log-probs in ``data``; None where there are none.
+        start: The adapter that jobs begin with; None where they begin with new ones.
         ranks: This process among those that train the task; all of them hold an equal context.
     """
 
@@ -44,19 +47,29 @@ class TaskContext:
     objective: Objective
     policy: Policy
     references: ReferenceFact | None = None
+    start: StartAdapter | None = None
     ranks: Ranks = field(default_factory=Ranks)
 
     @classmethod
-    def of(cls, task: Task, backbone: Backbone, data: TaskData, ranks: Ranks | None = None) -> Self:
+    def of(
+        cls,
+        task: Task,
+        backbone: Backbone,
+        data: TaskData,
+        ranks: Ranks | None = None,
+        *,
+        start: StartAdapter | None = None,
+    ) -> Self:
         """Plan every job of ``task``.
 
         Args:
             backbone: The base model that the task names, loaded as ``task.base_model`` says.
             data: The task's rows, encoded with its tokenizer.
             ranks: This process among those that will train it; None where it is alone.
+            start: The adapter that jobs begin with; None where they begin with new ones.
 
         Raises:
-            TargetModuleError: A job's targets or rank do not fit the base model.
+            TargetModuleError: A job's targets or rank do not fit the base model, or are not those of ``start``.
             UnsupportedError: A job's optimizer is not installed or does not support the model's device; or no installed
                 package provides the task's method.
             UnsupportedModelError: A row is too long to be batched with others on this base model; or transformers has
@@ -68,14 +81,18 @@ class TaskContext:
             check_classifier(backbone, task.label_set)
         if trains_router_loss(task, backbone.model):
             check_router_loss(backbone)
+        jobs = plan_jobs(task, backbone.model, len(data.train), data.train.sources)
+        if start is not None:
+            _check_start(start, task, backbone, jobs)
         return cls(
             task=task,
             base=task.base_model,
             backbone=backbone,
             data=data,
-            jobs=plan_jobs(task, backbone.model, len(data.train), data.train.sources),
+            jobs=jobs,
             objective=find_objective(task.method),
             policy=policy_from(task.early_exit),
+            start=start,
             ranks=ranks or Ranks(),
         )
 
@@ -104,6 +121,17 @@ class TaskContext:
         self.objective.check(self.data.train, [job.config])
         train = self.data.train
         planned = plan_job(job, self.task, self.backbone.model, len(train), train.sources)
+        if self.start is not None:
+            self.start.check_job(job.id, job.config, planned.shape)
         if planned.router_aux_loss_coef:
             check_router_loss(self.backbone)
         return planned
+
+
+def _check_start(start: StartAdapter, task: Task, backbone: Backbone, jobs: tuple[PlannedJob, ...]) -> None:
+    """Check that every job, and every one that the search may add, trains an adapter of the kind of ``start``."""
+    for job in jobs:
+        start.check_job(job.id, job.config, job.shape)
+    for config in task.extreme_configs():
+        shape = adapter_shape(backbone.model, config, task.label_set)
+        start.check_job("a job that the search may add", config, shape)

@@ -95,7 +95,8 @@ class Control:
     def close(self) -> None:
         """Refuse the remaining commands: the task has ended."""
         for command in self.pending() if self._is_first else ():
-            self._mailbox.answer(command.id, Answer(done=False, message="the task has ended; start a new run"))
+            answer = Answer(done=False, message="the task has just ended; give the command again")
+            self._mailbox.answer(command.id, answer)
 
     @property
     def _is_first(self) -> bool:
@@ -143,6 +144,11 @@ class Control:
 
     def _clone(self, origin: JobState, command: Command) -> str:
         state, context = self._state, origin.context
+        if context.task.refit is not None:
+            raise JobCommandError(
+                "expected a run that compares jobs, found a refit, which has no validation to compare a clone by; "
+                f"clone a job of {context.task.refit.run}, and refit that run again"
+            )
         job = clone_job(origin.planned.job, command.changes, state.jobs.values(), warm=command.warm, task=context.task)
         clone = JobState(planned=context.plan(job), context=context)
         if command.warm:

@@ -78,7 +78,7 @@ class JobState:
     @property
     def learning_rate(self) -> float:
         """Learning rate of the next step."""
-        return self.config.learning_rate_at(self.step, self.total_steps)
+        return self.config.learning_rate_at(self.step, self.planned.schedule_steps)
 
     @property
     def step_tokens(self) -> int:

@@ -7,6 +7,7 @@ from alto.executor.base_evaluation import start_like_others
 from alto.executor.job_state import JobState
 from alto.executor.memory_errors import RowTooLargeError
 from alto.executor.recorder import JournalRecorder
+from alto.executor.tally import Evaluated
 from alto.executor.task_state import TaskState
 from alto.records import ExitDecision, ExitReason
 from alto.runs import RunDir
@@ -64,6 +65,17 @@ class JobLifecycle:
             self._recorder.job_completed(job, slot, best)
         else:
             self._recorder.job_exited(job, slot, best, decision, command)
+
+    def finish(self, job: JobState, test: Evaluated | None) -> None:
+        """End a job that nothing has evaluated, after its last step.
+
+        Args:
+            job: The job, in its slot.
+            test: Its loss on the test rows; None where it was not measured.
+        """
+        self._recorder.losses(job)
+        slot = self._state.slot_manager.evict(job)
+        self._recorder.job_finished(job, slot, test)
 
     def fail(self, error: RowTooLargeError) -> None:
         """End the job whose row does not fit into memory."""

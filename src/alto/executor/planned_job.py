@@ -29,7 +29,9 @@ class PlannedJob:
         shape: Ranks and targets of its adapter.
         order: The rows that each step trains.
         total_steps: Number of steps without early exit.
-        evaluation_steps: Counts of steps done after which it is evaluated.
+        schedule_steps: Steps that its learning-rate schedule spans; more where a winner is trained again on all rows,
+            up to the step of its best checkpoint.
+        evaluation_steps: Counts of steps done after which it is evaluated; none where there is no validation.
         ranking_steps: Those of them after which it is compared with other jobs: at rungs, and at its end.
         router_aux_loss_coef: Factor of the load-balancing loss of the routers in its loss; 0 where it is not added.
     """
@@ -38,6 +40,7 @@ class PlannedJob:
     shape: AdapterShape
     order: DataOrder | MixtureOrder
     total_steps: int
+    schedule_steps: int
     evaluation_steps: frozenset[int]
     ranking_steps: frozenset[int]
     router_aux_loss_coef: float
@@ -69,15 +72,20 @@ def plan_job(
         UnsupportedModelError: It sets ``router_aux_loss_coef``, and the model has no such loss.
     """
     check_optimizer(job.config.optim, model.device)
-    config, total_steps = job.config, job.config.total_steps(num_rows)
+    config, schedule_steps = job.config, job.config.total_steps(num_rows)
+    total_steps = schedule_steps if task.refit is None else task.refit.steps
     rungs = policy_from(task.early_exit).rungs
+    is_validated = task.refit is None
+    points = evaluation_steps(total_steps, task.eval_steps, rungs) if is_validated else ()
+    ranking = (total_steps, *(rung_step(rung, total_steps) for rung in rungs)) if is_validated else ()
     return PlannedJob(
         job=job,
         shape=adapter_shape(model, config, task.label_set),
         order=_order(config, num_rows, sources),
         total_steps=total_steps,
-        evaluation_steps=frozenset(evaluation_steps(total_steps, task.eval_steps, rungs)),
-        ranking_steps=frozenset((total_steps, *(rung_step(rung, total_steps) for rung in rungs))),
+        schedule_steps=schedule_steps,
+        evaluation_steps=frozenset(points),
+        ranking_steps=frozenset(ranking),
         router_aux_loss_coef=router_coefficient(model, config.router_aux_loss_coef, task.method),
     )
 

@@ -136,6 +136,26 @@ class JournalRecorder:
         """
         self._journal.append(JobCompleted(**_ending(job, slot, best)))
 
+    def job_finished(self, job: JobState, slot: int, test: Evaluated | None) -> None:
+        """A job that there is no validation for has done all its steps.
+
+        Args:
+            job: The job; its last adapter is the one that counts.
+            slot: The one that it has left.
+            test: Loss on the test rows; None where it was not measured.
+        """
+        self._journal.append(
+            JobCompleted(
+                job=job.id,
+                slot=slot,
+                step=job.step,
+                best_step=job.step,
+                best_validation_loss=None,
+                samples_trained=job.samples_until(job.step),
+                test_loss=None if test is None else test.loss,
+            )
+        )
+
     def job_exited(
         self,
         job: JobState,

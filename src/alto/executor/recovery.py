@@ -13,12 +13,14 @@ from alto.backbone import base_differences
 from alto.data import TaskData, digest_of
 from alto.errors import RunChangedError, RunError, RunNotFoundError
 from alto.executor.checkpoint import Kind, StateStore
-from alto.runs import JournalEntry, RunDir, RunHistory, read_intact_events, replace_file, writing
+from alto.runs import JournalEntry, Mailbox, RunDir, RunHistory, read_intact_events, replace_file, writing
 from alto.runs.events import (
     NO_SEQ,
     BaseDescription,
     CheckpointSaved,
     OutOfMemory,
+    RefitFact,
+    StartFact,
     TaskCompleted,
     TaskResumed,
     TaskStarted,
@@ -30,6 +32,7 @@ from alto.runs.events.names import WIRE_NAMES
 from alto.spec import EarlyExit, JobConfig, Task
 from alto.spec.base_model import QUANTISATION_KEYS
 from alto.spec.outside import read_json
+from alto.spec.refit import Refit
 
 __all__ = [
     "ResumeState",
@@ -37,10 +40,12 @@ __all__ = [
     "check_data",
     "check_jobs",
     "check_precision",
+    "check_start",
     "data_fingerprint",
     "note_refusal",
     "read_refusal",
     "recover",
+    "refit_fact",
     "refusal_event",
 ]
 
@@ -61,11 +66,13 @@ class ResumeState:
         lines: The journal up to the checkpoint, as JSON has it; empty for a run that begins.
         notes: What was lost, as sentences.
         refusal: Facts of an ``OutOfMemory`` event: the smallest micro-batch that ended an attempt of several ranks.
+        extends_run: Whether the run has its result, and a user's command gives it more to train.
     """
 
     lines: Sequence[Mapping[str, Any]] = ()
     notes: tuple[str, ...] = ()
     refusal: Mapping[str, Any] | None = None
+    extends_run: bool = False
 
     @cached_property
     def entries(self) -> tuple[JournalEntry, ...]:
@@ -116,7 +123,9 @@ class ResumeState:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the task has its result."""
+        """Whether the task has its result, and nothing more to train."""
+        if self.extends_run:
+            return False
         return bool(self.lines) and isinstance(decode(self.lines[-1]).event, TaskCompleted)
 
 
@@ -125,27 +134,40 @@ def recover(run: RunDir) -> ResumeState:
     with the returned state.
 
     A damaged checkpoint, journal line or state costs everything after the checkpoint before it; without any checkpoint
-    the run starts from the beginning. A finished run is not changed. The function is idempotent, also when it is
+    the run starts from the beginning. A finished run is not changed; where a command waits that gives it more to train,
+    it continues after its result, if its last checkpoint is intact. The function is idempotent, also when it is
     interrupted.
 
     Raises:
+        RunError: A finished run is to train further jobs, and a state of its last checkpoint is missing or damaged.
         RunWriteError: The run directory cannot be written.
     """
     entries, is_cut = _readable_entries(run)
-    if entries and isinstance(entries[-1].event, TaskCompleted):
+    has_result = bool(entries) and isinstance(entries[-1].event, TaskCompleted)
+    if has_result and not Mailbox(run).extends_run:
         return ResumeState(lines=[encode(entry) for entry in entries])
     store = StateStore(run)
     ends = [index for index, entry in enumerate(entries, start=1) if isinstance(entry.event, CheckpointSaved)]
+    if has_result and not (ends and _is_restored(store, entries[ends[-1] - 1])):
+        raise RunError(
+            f"expected the states of all jobs of the finished run {run.root} as it saved them, found some missing or "
+            f"changed, so it cannot train further jobs; put {run.root}/jobs back as it was, or remove {run.control} "
+            "and start a new run with: alto tune"
+        )
     end = next((end for end in reversed(ends) if _is_restored(store, entries[end - 1])), 0)
     if not end:
         store.restore({})
     refusal, is_damaged = _refusal(run)
     notes = _notes(sum(other > end for other in ends), from_beginning=not end)
+    if has_result:
+        end = len(entries)  # the result follows its last checkpoint, and changes no state
+        notes += ("The run was finished; a command adds jobs to it, and its result will be renewed.",)
     if is_cut:
         notes += ("The journal has a damaged line; the events after it are lost.",)
     if is_damaged:
         notes += (f"{_REFUSAL_FILE} is damaged and is not used; the largest micro-batch that fits is found again.",)
-    return ResumeState(lines=[encode(entry) for entry in entries[:end]], notes=notes, refusal=refusal)
+    lines = [encode(entry) for entry in entries[:end]]
+    return ResumeState(lines=lines, notes=notes, refusal=refusal, extends_run=has_result)
 
 
 def _readable_entries(run: RunDir) -> tuple[list[JournalEntry], bool]:
@@ -257,6 +279,36 @@ def check_data(started: TaskStarted, data: TaskData, chat_template: str | None =
         )
 
 
+def check_start(started: TaskStarted, found: StartFact | None) -> None:
+    """Check that the jobs of a run begin with the adapter that they began with; its folder may be another one.
+
+    Args:
+        started: The first event of the run.
+        found: The adapter as it is now; None where jobs begin with new ones.
+
+    Raises:
+        RunChangedError: It is another one.
+    """
+    before = started.init_adapter
+    if (None if before is None else before.fingerprint) == (None if found is None else found.fingerprint):
+        return
+    if before is None or found is None:
+        expected, now = ("none" if fact is None else fact.path for fact in (before, found))
+        raise RunChangedError(
+            f"init_adapter: expected what the run began with ({expected}), found {now}; put task.yaml back as it was, "
+            "or start a new run with: alto tune"
+        )
+    raise RunChangedError(
+        f"init_adapter: expected the adapter that the run began with, found another one in {found.path}; put its files "
+        "back as they were, or start a new run with: alto tune"
+    )
+
+
+def refit_fact(refit: Refit) -> RefitFact:
+    """What is trained again, for the journal."""
+    return RefitFact(run=refit.run, job=refit.job, steps=refit.steps)
+
+
 def check_jobs(started: TaskStarted, configs: Mapping[str, JobConfig], task: Task) -> None:
     """Check that a run is resumed with the jobs, the method, the metric, the evaluation points and the early-exit
     settings it began with.
@@ -279,6 +331,8 @@ def check_jobs(started: TaskStarted, configs: Mapping[str, JobConfig], task: Tas
         changed.append("early_exit")
     if started.metric != task.metric:
         changed.append("metric")
+    if started.refit != (None if task.refit is None else refit_fact(task.refit)):
+        changed.append("refit")
     if started.eval_steps not in (None, task.eval_steps):
         changed.append("eval_steps")
     if changed:

@@ -1,5 +1,5 @@
-"""Reference log-probs: log-probabilities of every reply of the data under the frozen base. Computed once, shared by all
-jobs, and cached for later tasks."""
+"""Reference log-probs: log-probabilities of every reply of the data under the frozen base, or under the adapter that
+jobs begin with. Computed once, shared by all jobs, and cached for later tasks."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from alto.executor import cache
 from alto.executor.context import TaskContext
 from alto.executor.memory_errors import RowTooLargeError, watching
 from alto.executor.micro_batches import MicroBatches
+from alto.executor.start_adapter import Within, beginning_with
 from alto.objectives import reference_sums
 from alto.spec.base_model import LOAD_IN_4BIT
 
@@ -46,15 +47,20 @@ class References:
 
 
 def find_references(
-    context: TaskContext, micro_batches: MicroBatches, on_turn: Callable[[], None] = lambda: None
+    context: TaskContext,
+    micro_batches: MicroBatches,
+    on_turn: Callable[[], None] = lambda: None,
+    restore: Callable[[], None] = lambda: None,
 ) -> References:
-    """Log-probabilities of every reply in a task's data under its base model, before any adapter is injected or outside
+    """Log-probabilities of every reply in a task's data under what its jobs begin with: the base model, or the adapter
+    on it that ``init_adapter`` names, as TRL has it. They are found before any adapter is injected or outside
     of their micro-batches; each rank computes its share of the rows.
 
     Args:
         context: Of the task, all ranks an equal one.
         micro_batches: Cuts the rows into what fits into memory.
         on_turn: Called before every micro-batch, on all ranks; what it raises ends the computation.
+        restore: Puts the adapters of a bank back, where the one that jobs begin with has taken their place.
 
     Raises:
         DeviceMemoryError: A pair does not fit into memory by itself; or a micro-batch does not, and other ranks have
@@ -73,7 +79,7 @@ def find_references(
             references = ranks.broadcast_tensor(known, (len(part), COLUMNS), torch.float64)
             if references is None:
                 is_cached = False
-                references = _computed(context, part, micro_batches, on_turn)
+                references = _computed(context, part, micro_batches, on_turn, restore)
                 if ranks.is_first:
                     cache.save("references", key, references.tolist())
             found.append(references)
@@ -102,7 +108,11 @@ def _known(key: Mapping[str, Any], num_rows: int) -> Tensor | None:
 
 @torch.no_grad()
 def _computed(
-    context: TaskContext, dataset: EncodedDataset, micro_batches: MicroBatches, on_turn: Callable[[], None]
+    context: TaskContext,
+    dataset: EncodedDataset,
+    micro_batches: MicroBatches,
+    on_turn: Callable[[], None],
+    restore: Callable[[], None],
 ) -> Tensor:
     backbone, ranks = context.backbone, context.ranks
     everything = JobRows(dataset, 0, tuple(range(len(dataset))))
@@ -111,17 +121,23 @@ def _computed(
     num_micro_batches = max(micro_batches.count(rows, split_jobs=True) for rows in work)
     found: dict[int, Sequence[float]] = {}
 
-    def compute(parts: Sequence[JobRows]) -> None:
+    def compute(parts: Sequence[JobRows], within: Within) -> None:
         on_turn()
         with watching("evaluation"):
             batch = collate(parts, backbone.device) if parts else dummy_batch(backbone.device)
-            log_probs = torch.cat(reference_sums(backbone, batch), dim=1).tolist()
+            with within(sum(batch.job_tokens)):
+                log_probs = torch.cat(reference_sums(backbone, batch), dim=1).tolist()
         found.update(zip((row for part in parts for row in part.rows), log_probs, strict=bool(parts)))
 
     try:
-        micro_batches.run(
-            work[ranks.rank], compute, forget=found.clear, split_jobs=True, num_micro_batches=num_micro_batches
-        )
+        with beginning_with(context.start, backbone, restore) as within:
+            micro_batches.run(
+                work[ranks.rank],
+                lambda parts: compute(parts, within),
+                forget=found.clear,
+                split_jobs=True,
+                num_micro_batches=num_micro_batches,
+            )
     except RowTooLargeError as error:
         raise DeviceMemoryError(
             f"expected memory for the base model alone on a pair of {error.num_tokens:,} tokens, found less on "
@@ -151,4 +167,5 @@ def _key(context: TaskContext, dataset: EncodedDataset) -> dict[str, Any]:
         "device": backbone.device.type,
         "columns": COLUMNS,
         "data": digest_of(dataset),
+        **({} if context.start is None else {"adapter": context.start.fact.fingerprint}),
     }

@@ -142,7 +142,9 @@ class TaskSession:
             can_retry=ranks.is_alone,
             is_padded=context.backbone.is_padded,
         )
-        context = with_references(context, micro_batches, stop_if_asked)
+        context = with_references(
+            context, micro_batches, stop_if_asked, bank.reinject if bank is not None else lambda: None
+        )
         state = build_state(
             context,
             resume_state,
@@ -242,7 +244,11 @@ class TaskSession:
             decision = self.state.selection.observe_losses(job.id, job.step, [loss])
             if decision is not None:
                 self._lifecycle.end(job, decision)
-        self._evaluate([job for job, *_ in losses if job.is_due and self.state.is_competing(job)])
+        competing = [job for job, *_ in losses if self.state.is_competing(job)]
+        if self.state.context.data.has_validation:
+            self._evaluate([job for job in competing if job.is_due])
+        else:
+            self._finish([job for job in competing if job.step == job.total_steps])
 
     def timed(self, jobs: Sequence[JobState], duration_s: float) -> None:
         """Note how long a step took in which jobs of this task alone have trained; before they are :meth:`stepped`."""
@@ -342,6 +348,15 @@ class TaskSession:
             self._recorder.job_evaluated(job, value, train_ema, is_best=job in best, test=tested.get(job.id))
             if not selection.is_training(job.id):
                 self._lifecycle.end(job, decision)
+
+    def _finish(self, jobs: Sequence[JobState]) -> None:
+        """End jobs that nothing evaluates, after their last step: the adapters that they have are the result."""
+        for job in jobs:
+            self.state.selection.finish(job.id)
+            self.state.slot_manager.keep_best(job)
+        tested = self._tested(jobs)
+        for job in jobs:
+            self._lifecycle.finish(job, tested.get(job.id))
 
     def _evaluated(self, jobs: Sequence[JobState]) -> tuple[Sequence[JobState], Sequence[Evaluated]]:
         """Evaluate ``jobs``; jobs that cannot be evaluated end."""

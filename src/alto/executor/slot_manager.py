@@ -122,6 +122,8 @@ class SlotManager:
                 self.trainer.readmit(job, local_slot, *read_state(self._store.folder(job.id, "last")))
             elif job.starts_warm:
                 self.trainer.admit_warm(job, local_slot, read_adapter(self._run_dir.job(job.id, "start")))
+            elif (start := self.context.start) is not None:
+                self.trainer.admit_warm(job, local_slot, start.weights)
             else:
                 self.trainer.admit_fresh(job, local_slot)
         except Exception:

@@ -19,7 +19,7 @@ from alto.executor.job_state import JobState, initial_states
 from alto.executor.micro_batches import MicroBatches, OnMemoryEvent
 from alto.executor.planned_job import PlannedJob
 from alto.executor.ranks import Ranks
-from alto.executor.recovery import ResumeState, check_data, check_jobs
+from alto.executor.recovery import ResumeState, check_data, check_jobs, check_start
 from alto.executor.references import find_references
 from alto.executor.shared_bank import SharedBank
 from alto.executor.slot_manager import SlotManager
@@ -73,29 +73,35 @@ def check_resumable(context: TaskContext, resume_state: ResumeState) -> None:
     """Check that a run is resumed as the task that it began as; a run that begins passes.
 
     Raises:
-        RunChangedError: The data, the jobs, the method, the metric, the evaluation points or the early-exit settings
-            are other ones than the run began with.
+        RunChangedError: The data, the adapter that jobs begin with, the jobs, the method, the metric, the evaluation
+            points or the early-exit settings are other ones than the run began with.
     """
     if resume_state.lines:
         check_data(resume_state.started, context.data, context.base.chat_template)
+        check_start(resume_state.started, None if context.start is None else context.start.fact)
         check_jobs(resume_state.started, {job.id: job.config for job in context.jobs}, context.task)
 
 
 def with_references(
-    context: TaskContext, micro_batches: MicroBatches, on_turn: Callable[[], None] = lambda: None
+    context: TaskContext,
+    micro_batches: MicroBatches,
+    on_turn: Callable[[], None] = lambda: None,
+    restore: Callable[[], None] = lambda: None,
 ) -> TaskContext:
-    """``context`` with the base's log-probs of every reply in its data, where its objective needs them.
+    """``context`` with the log-probs of every reply in its data under what jobs begin with (the base, or the adapter
+    that ``init_adapter`` names), where its objective needs them.
 
     Args:
         micro_batches: Splits the rows into micro-batches that fit into memory; training starts with their final size.
         on_turn: Called before every micro-batch, on all ranks; what it raises ends the stage.
+        restore: Puts the adapters of other tasks back, where those that jobs begin with have taken their place.
 
     Raises:
         DeviceMemoryError, ModelError: As :func:`alto.executor.references.find_references`.
     """
     if not context.objective.needs_reference:
         return context
-    found = find_references(context, micro_batches, on_turn)
+    found = find_references(context, micro_batches, on_turn, restore)
     fact = ReferenceFact(is_cached=found.is_cached, duration_s=found.duration_s)
     return replace(context, data=found.data, references=fact)
 

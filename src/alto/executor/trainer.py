@@ -8,42 +8,32 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from alto.backbone import Backbone, release_memory
-from alto.data import (
-    EncodedDataset,
-    EvaluationSplit,
-    JobRows,
-    TokenBatch,
-    collate,
-    dummy_batch,
-    mismatched_rows,
-    share_rows,
-)
+from alto.data import EvaluationSplit, JobRows, share_rows
 from alto.errors import DeviceMemoryError
 from alto.executor.context import TaskContext
+from alto.executor.divergence import Divergences
 from alto.executor.forward_plan import schedule_of, training_pass
 from alto.executor.job_state import JobState
 from alto.executor.memory_errors import NoMemoryError, watching
 from alto.executor.micro_batches import MicroBatches
+from alto.executor.rank_share import JobBatch, RankShare, slot_of
 from alto.executor.ranks import Ranks
 from alto.executor.router_balance import RouterBalance
+from alto.executor.start_adapter import Within
 from alto.executor.tally import Derivation, Evaluated, Tally
 from alto.kernels import upload
 from alto.lora import AdapterBank, AdapterWeights, BankHeads, ForwardContext, OptimizerState, SlotAdamW, SlotUpdate
-from alto.objectives import Learners, job_losses, micro_batch_terms, run_sums, terms_of, token_losses
-from alto.scheduler import RankSlots
+from alto.objectives import Learners, job_losses, micro_batch_terms, terms_of, token_losses
 from alto.spec import JobConfig
 
 __all__ = ["Trainer"]
-
-_JobBatch: TypeAlias = tuple[JobState, EncodedDataset, tuple[int, ...]]
-"""A job, and the rows of one of its batches."""
 
 
 class Trainer:
@@ -83,7 +73,9 @@ class Trainer:
         self._forward_context = forward_context
         self.micro_batches = micro_batches
         self._ranks = ranks
-        self.slots = RankSlots(num_ranks=ranks.size, per_rank=bank.num_slots)
+        self._share = RankShare(backbone, micro_batches, ranks, bank.num_slots)
+        self.slots = self._share.slots
+        self._divergences = Divergences(backbone, bank, micro_batches, ranks, self._share)
         self.balance: RouterBalance | None = None
 
     def use(self, forward_context: ForwardContext) -> None:
@@ -101,10 +93,7 @@ class Trainer:
 
     def local_slot(self, job: JobState) -> int | None:
         """Local slot of a resident job in this rank's bank; None where it is on another rank."""
-        assert job.slot is not None, f"{job.id} has no slot"
-        if job.is_data_parallel or self.slots.rank_of(job.slot) == self._ranks.rank:
-            return self.slots.local_slot_of(job.slot)
-        return None
+        return self._share.local_slot(job)
 
     def admit_fresh(self, job: JobState, local_slot: int) -> None:
         """Give ``local_slot`` of this rank's bank to a job that has not trained yet."""
@@ -152,24 +141,24 @@ class Trainer:
             RowTooLargeError: One of their rows does not fit into memory by itself; no gradients are left.
             DeviceMemoryError: A micro-batch does not fit, and other ranks have begun it.
         """
-        here = self._here(jobs)
+        here = self._share.here(jobs)
         index_of = {
             local_slot: index for index, job in enumerate(jobs) if (local_slot := self.local_slot(job)) is not None
         }
-        batches: list[_JobBatch] = [
+        batches: list[JobBatch] = [
             (job, job.context.data.train, tuple(job.order.rows_of_step(job.step))) for job in jobs
         ]
-        kl = self._divergences(batches)
+        kl = self._divergences.estimate(batches, self._forward_context)
         has_balance = any(job.planned.router_aux_loss_coef for job in jobs)
         self.balance = balance = RouterBalance(self._backbone, batches, self._ranks) if has_balance else None
-        work, num_micro_batches = self._work(batches)
+        work, num_micro_batches = self._share.work(batches)
         losses: Tensor | None = None
 
         def train(parts: Sequence[JobRows]) -> None:
             nonlocal losses
             with watching("forward"):
                 losses = torch.zeros(len(jobs), device=self._backbone.device) if losses is None else losses
-                batch = self._collate(parts)
+                batch = self._share.collate(parts)
                 learners = self._learners([here[local_slot] for local_slot in batch.slots])
                 indices_J = upload([index_of[local_slot] for local_slot in batch.slots], torch.int64, losses.device)
                 batch = batch if kl is None else replace(batch, kl_J=kl.index_select(0, indices_J))
@@ -186,7 +175,7 @@ class Trainer:
                         losses.index_add_(0, indices_J, losses_J.detach())
 
         def forward(parts: Sequence[JobRows]) -> None:
-            batch = self._collate(parts)
+            batch = self._share.collate(parts)
             with training_pass(self._backbone, self._forward_context, batch, here):
                 self._backbone.hidden_states(
                     batch.input_ids_T, batch.position_ids_T, batch.sequence_lengths, batch.sequence_prefixes
@@ -194,7 +183,7 @@ class Trainer:
 
         def prepare() -> None:
             if balance is not None and (split := balance.uncounted(self.micro_batches)):
-                share = self._work([batches[index] for index in split], split_jobs=True)
+                share = self._share.work([batches[index] for index in split], split_jobs=True)
                 balance.count(split, *share, forward, index_of, self.micro_batches)
 
         def forget() -> None:
@@ -208,7 +197,7 @@ class Trainer:
         self.micro_batches.run(work, train, forget=forget, prepare=prepare, num_micro_batches=num_micro_batches)
         for job in jobs:
             if job.is_data_parallel:
-                local_slot = self.slots.local_slot_of(_slot(job))
+                local_slot = self.slots.local_slot_of(slot_of(job))
                 self._ranks.all_reduce(self.bank.grads_ZP[local_slot, : self.bank.places(local_slot).end])
         assert losses is not None, "at least one job trains"
         return losses
@@ -225,7 +214,7 @@ class Trainer:
         Raises:
             DeviceMemoryError: There is no memory for it; :meth:`has_stepped` returns whether a job has taken the step.
         """
-        by_local_slot = self._here(jobs)
+        by_local_slot = self._share.here(jobs)
         local_slots, jobs = list(by_local_slot), list(by_local_slot.values())
         if not jobs:
             return torch.zeros(0, device=self._backbone.device)
@@ -266,19 +255,19 @@ class Trainer:
             RowTooLargeError: A row does not fit into memory by itself.
             DeviceMemoryError: A micro-batch does not fit, and other ranks have begun it.
         """
-        here = self._here(jobs)
+        here = self._share.here(jobs)
         datasets = [job.context.data.held_out(split) for job in jobs]
-        batches: list[_JobBatch] = [
+        batches: list[JobBatch] = [
             (job, dataset, tuple(range(len(dataset)))) for job, dataset in zip(jobs, datasets, strict=True)
         ]
-        kl = self._divergences(batches)
+        kl = self._divergences.estimate(batches, self._forward_context)
         index_of = {self.local_slot(job): index for index, job in enumerate(jobs)}
-        work, num_micro_batches = self._work(batches, split_jobs=True)
+        work, num_micro_batches = self._share.work(batches, split_jobs=True)
         tallies = {local_slot: _new_tally(job.context, split) for local_slot, job in here.items()}
 
         def accumulate(parts: Sequence[JobRows]) -> None:
             with watching("evaluation"):
-                batch = self._collate(parts)
+                batch = self._share.collate(parts)
                 learners = self._learners([here[local_slot] for local_slot in batch.slots])
                 if kl is not None:
                     indices = [index_of[local_slot] for local_slot in batch.slots]
@@ -301,9 +290,20 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate_base(
-        self, context: TaskContext, configs: Sequence[JobConfig], split: EvaluationSplit = "validation"
+        self,
+        context: TaskContext,
+        configs: Sequence[JobConfig],
+        split: EvaluationSplit = "validation",
+        within: Within = lambda num_tokens: nullcontext(),
     ) -> list[Evaluated]:
-        """Evaluate the frozen base on a split of a task, with its objective as each of ``configs`` sets it.
+        """Evaluate what jobs begin with, the frozen base or a saved adapter on it, on a split of a task, with its
+        objective as each of ``configs`` sets it.
+
+        Args:
+            context: The task.
+            configs: Configurations of jobs.
+            split: Rows to evaluate on.
+            within: Inside, forward passes compute what jobs begin with; by default, the base.
 
         Raises:
             RowTooLargeError: A row does not fit into memory by itself.
@@ -317,11 +317,12 @@ class Trainer:
 
         def accumulate(parts: Sequence[JobRows]) -> None:
             with watching("evaluation"):
-                batch = self._collate(parts)
-                # The base does not differ from itself.
+                batch = self._share.collate(parts)
+                # What jobs begin with does not differ from itself.
                 kl_J = torch.zeros(len(batch.slots), dtype=torch.float64, device=self._backbone.device)
                 batch = replace(batch, kl_J=kl_J)
-                losses_S = token_losses(self._backbone, batch)
+                with within(sum(batch.job_tokens)):
+                    losses_S = token_losses(self._backbone, batch)
                 for config, tally in zip(configs, tallies, strict=True) if parts else ():
                     terms = terms_of(context.objective, losses_S, batch, [config])
                     Tally.add_micro_batch([tally], [part.rows for part in parts], terms)
@@ -354,71 +355,9 @@ class Trainer:
             for tally, of_one in zip(tallies, values, strict=True)
         ]
 
-    @torch.no_grad()
-    def _divergences(self, batches: Sequence[_JobBatch]) -> Tensor | None:
-        """The estimated divergence of each job's adapter from the base over its whole batch, ``[len(batches)]`` float64
-        nats, at least 0: the mean log-ratio of prompts with replies of other rows. It is found before the first
-        micro-batch, so that it does not depend on how a batch is split. 0 for jobs that do not need it, None where no
-        job does.
-
-        Raises:
-            RowTooLargeError, DeviceMemoryError: As :meth:`evaluate`.
-        """
-        asked = [(index, *batch) for index, batch in enumerate(batches) if batch[0].config.objective.needs_kl]
-        if not asked:
-            return None
-        made = {(id(dataset), rows): mismatched_rows(dataset, rows) for _, _, dataset, rows in asked}
-        of_asked: list[_JobBatch] = [
-            (job, made[id(dataset), rows], tuple(range(len(rows)))) for _, job, dataset, rows in asked
-        ]
-        here = self._here([job for job, _, _ in of_asked])
-        index_of = {self.local_slot(job): index for index, job, _, _ in asked}
-        work, num_micro_batches = self._work(of_asked, split_jobs=True)
-        means = torch.zeros(len(batches), dtype=torch.float64, device=self._backbone.device)
-
-        def estimate(parts: Sequence[JobRows]) -> None:
-            with watching("evaluation"):
-                batch = self._collate(parts)
-                with self._forward_context.use(schedule_of(batch, here, training=False)):
-                    losses_S = token_losses(self._backbone, batch)
-                log_ratios_S = token_losses(self._backbone, batch).double() - losses_S.double()
-                if parts:
-                    sums_J = run_sums(log_ratios_S, batch.job_targets)
-                    sums_J = sums_J / upload(list(batch.job_weights), torch.float64, means.device)
-                    indices = [index_of[local_slot] for local_slot in batch.slots]
-                    means.index_add_(0, upload(indices, torch.int64, means.device), sums_J)
-
-        def forget() -> None:
-            means.zero_()
-
-        self.micro_batches.run(work, estimate, forget=forget, split_jobs=True, num_micro_batches=num_micro_batches)
-        if not self._ranks.is_alone:
-            means = torch.tensor(self._ranks.sum(means.tolist()), dtype=torch.float64, device=means.device)
-        return means.clamp(min=0)
-
-    def _here(self, jobs: Sequence[JobState]) -> dict[int, JobState]:
-        """Those of ``jobs`` that lie in this rank's bank, by local slot."""
-        return {local_slot: job for job in jobs if (local_slot := self.local_slot(job)) is not None}
-
-    def _work(self, batches: Sequence[_JobBatch], *, split_jobs: bool = False) -> tuple[list[JobRows], int]:
-        """This rank's share of ``batches``, and the largest number of micro-batches of any rank."""
-        of_rank: list[list[JobRows]] = [[] for _ in range(self._ranks.size)]
-        for job, dataset, rows in batches:
-            slot = _slot(job)
-            part = JobRows(dataset, self.slots.local_slot_of(slot), rows)
-            if job.is_data_parallel:
-                for work, share in zip(of_rank, share_rows(part, len(of_rank)), strict=True):
-                    work += [share] if share is not None else []
-            else:
-                of_rank[self.slots.rank_of(slot)].append(part)
-        if self._ranks.is_alone:
-            return of_rank[0], 0
-        num_micro_batches = max(self.micro_batches.count(work, split_jobs=split_jobs) for work in of_rank)
-        return of_rank[self._ranks.rank], num_micro_batches
-
     def _update(self, jobs: Sequence[JobState], norms: Tensor) -> None:
         updates = [
-            SlotUpdate(slot=self.slots.local_slot_of(_slot(job)), config=job.config, learning_rate=job.learning_rate)
+            SlotUpdate(slot=self.slots.local_slot_of(slot_of(job)), config=job.config, learning_rate=job.learning_rate)
             for job in jobs
         ]
         self.optimizer.step(updates, norms)
@@ -431,17 +370,9 @@ class Trainer:
             for of_task in groups
         ]
 
-    def _collate(self, parts: Sequence[JobRows]) -> TokenBatch:
-        return collate(parts, self._backbone.device) if parts else dummy_batch(self._backbone.device)
-
 
 def _new_tally(context: TaskContext, split: EvaluationSplit) -> Tally:
     rows = context.data.held_out(split)
     objective, labels = context.objective, rows.label_set
     derivation = None if objective.derived is None or labels is None else Derivation(objective.derived, labels)
     return Tally(objective.mean_metrics, context.row_values, rows.weights, rows.sources, derivation)
-
-
-def _slot(job: JobState) -> int:
-    assert job.slot is not None, f"{job.id} has no slot"
-    return job.slot

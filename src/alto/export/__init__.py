@@ -1,6 +1,6 @@
 """The outputs of a run: the best adapter, the report, and progress on the terminal."""
 
-from alto.export.adapter import export_best
+from alto.export.adapter import export_best, is_outdated
 from alto.export.comparison import comparison_table, write_comparison
 from alto.export.notebook import result_html
 from alto.export.plain import PlainView
@@ -22,6 +22,7 @@ __all__ = [
     "comparison_table",
     "export_best",
     "final_summary",
+    "is_outdated",
     "open_queue_view",
     "open_view",
     "plan_text",

@@ -18,8 +18,9 @@ from alto.records import JobResult, LabelSet, TaskOutcome
 from alto.runs import replace_file, sync_folder, writing
 from alto.spec.chat_template import TEMPLATE_NAME
 from alto.spec.metric import LOSS
+from alto.spec.outside import read_json
 
-__all__ = ["LABELS_NAME", "export_best"]
+__all__ = ["LABELS_NAME", "export_best", "is_outdated"]
 
 METRICS_NAME = "metrics.json"
 LABELS_NAME = "labels.json"
@@ -88,6 +89,18 @@ def export_best(
     return folder
 
 
+def is_outdated(result: TaskOutcome) -> bool:
+    """Whether the run's ``best/`` is of an earlier result than ``result``: a finished run may have trained further
+    jobs. A folder whose ``metrics.json`` cannot be read is not."""
+    try:
+        facts = read_json(Path(result.adapter_dir) / METRICS_NAME)
+    except (OSError, ValueError):
+        return False
+    found, best = facts if isinstance(facts, dict) else {}, _best(result)
+    present = {"job": best.job, "step": best.best_step, "num_jobs": len(result.jobs)}
+    return any(found.get(key, value) != value for key, value in present.items())
+
+
 def _metrics(result: TaskOutcome) -> dict[str, Any]:
     best = _best(result)
     return {
@@ -95,7 +108,7 @@ def _metrics(result: TaskOutcome) -> dict[str, Any]:
         "job": best.job,
         "config": dict(best.config),
         "metric": result.metric,
-        "validation_loss": best.best_validation_loss,
+        **_worth(result),
         **({} if best.test_loss is None else {"test_loss": _strict(best.test_loss)}),
         "metrics": {name: _strict(value) for name, value in best.best_metrics.items()},
         "step": best.best_step,
@@ -108,6 +121,13 @@ def _metrics(result: TaskOutcome) -> dict[str, Any]:
         **_finalists(result),
         **({} if result.adapter_check is None else {"peft_check": asdict(result.adapter_check)}),
     }
+
+
+def _worth(result: TaskOutcome) -> dict[str, Any]:
+    """The validation loss; of a refit, which has none, the run whose winner it is."""
+    if result.refit_of:
+        return {"refit_of": result.refit_of}
+    return {"validation_loss": _best(result).best_validation_loss}
 
 
 def _strict(value: float) -> float | str:
@@ -145,24 +165,35 @@ class _Card:
     def text(self, result: TaskOutcome, base_model: str) -> str:
         """The card of the best adapter of ``result``."""
         best = _best(result)
-        chosen_by = "" if result.metric == LOSS else f" by {metric_name(result.metric)}"
         measured = {metric_name(name): format_metric(name, value) for name, value in best.best_metrics.items()}
         tables = {"measured on the validation rows": measured, "setting": best.config}
-        tested = "" if best.test_loss is None else f"; {best.test_loss:.4f} on test rows, which chose nothing"
         shown = "\n".join(_table(heading, rows) for heading, rows in tables.items() if rows)
+        origin = self._origin(result)
         header = card_header(base_model, library="peft", pipeline=self._pipeline, tags=adapter_tags(base_model))
         return f"""{header}
 # {result.task}
 {_warning(result)}
-LoRA adapter for `{self.model}`, tuned on `{self.dataset}` by [ALTO](https://pypi.org/project/alto-lora/): the best of
-{len(result.jobs)} configurations{chosen_by}, validation loss {best.best_validation_loss:.4f} ({loss_unit(self.method)})
-at step {best.best_step} of {best.total_steps}{tested}.
+LoRA adapter for `{self.model}`, tuned on `{self.dataset}` by [ALTO](https://pypi.org/project/alto-lora/): {origin}.
 
 ```python
 {self._loading(base_model)}
 ```
 {self._template}
 {shown}"""
+
+    def _origin(self, result: TaskOutcome) -> str:
+        """Where the adapter comes from, and what it is worth."""
+        best = _best(result)
+        chosen_by = "" if result.metric == LOSS else f" by {metric_name(result.metric)}"
+        tested = "" if best.test_loss is None else f"; {best.test_loss:.4f} on test rows, which chose nothing"
+        if result.refit_of:
+            return (
+                f"the refit of\n`{Path(result.refit_of).name}`, whose winner was trained on all rows for "
+                f"{best.best_step} steps, without validation{tested}"
+            )
+        return f"""the best of
+{len(result.jobs)} configurations{chosen_by}, validation loss {best.best_validation_loss:.4f} ({loss_unit(self.method)})
+at step {best.best_step} of {best.total_steps}{tested}"""
 
     def _loading(self, base_model: str) -> str:
         """Python that loads the adapter."""

@@ -120,7 +120,7 @@ class JobGrid:
             "done": ([format_share(row.progress) for row in rows], STAYS),
             "train": ([_loss(row.train_loss) for row in rows], TRAIN),
             "val": ([_loss(row.validation_loss) for row in rows], LATEST),
-            "best val": ([_loss(row.best_validation_loss if row.best_step else None) for row in rows], STAYS),
+            "best val": ([_loss(_finite(row.best_validation_loss)) for row in rows], STAYS),
         }
         for name, (cells, worth_of) in losses.items():
             columns.append(_text_column(name, cells, worth=(worth_of, 0), narrowest=6, is_number=True))
@@ -180,3 +180,8 @@ def _bar(row: JobRow) -> ProgressBar:
 
 def _loss(loss: float | None) -> str:
     return format_loss(loss) if loss is None or math.isfinite(loss) else f"{loss}"
+
+
+def _finite(loss: float) -> float | None:
+    """A job's best loss; None where there is none yet, or no validation."""
+    return loss if math.isfinite(loss) else None

@@ -15,7 +15,7 @@ from alto.export.figures import VALIDATION_LOSS, CurveFigure, View, curve_figure
 from alto.export.metrics import loss_unit
 from alto.export.pages import render_fragment
 from alto.export.tables import job_table
-from alto.export.wording import describe_task
+from alto.export.wording import describe_refit, describe_task
 from alto.runs import RunHistory, choice_notes
 
 __all__ = ["result_html"]
@@ -39,6 +39,7 @@ def result_html(history: RunHistory, run_dir: str) -> str:
         "notebook.html.jinja",
         history=history,
         subtitle=describe_task(history.started),
+        refit="" if history.refit is None else describe_refit(history.refit),
         notes=choice_notes(history),
         table=table,
         rows=table.rows[:_MAX_ROWS],

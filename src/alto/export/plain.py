@@ -22,6 +22,7 @@ from alto.export.wording import (
     describe_origin,
     describe_outlook,
     describe_profile,
+    describe_refit,
     describe_rungs,
     describe_scoring,
     format_count,
@@ -133,15 +134,19 @@ class PlainView:
                 self._on_exited(self.history.jobs[event.job])
             case events.JobCompleted():
                 job = self.history.jobs[event.job]
+                if self.history.refit is not None:
+                    self._say(f"{self._name(job)} completed")
+                    return
                 measured = "validation loss " if self.history.metric == LOSS else ""
                 self._say(f"{self._name(job)} completed, best {measured}{self._worth(job)}")
 
     def _on_started(self, started: events.TaskStarted) -> None:
         history = self.history
+        held_out = f"{started.num_validation} to validate" if started.refit is None else "no validation"
         self._say(
             f"task {clean(history.name)}: {len(history.jobs)} jobs ({clean(started.method)}) on "
             f"{clean(started.model or 'the base model')}, dataset {clean(started.dataset or 'unnamed')}, "
-            f"{started.num_train} rows to train and {started.num_validation} to validate"
+            f"{started.num_train} rows to train and {held_out}"
         )
         if history.num_ranks > 1:
             self._say(f"on {history.num_ranks} ranks, {format_count(history.num_slots)} slots in all")
@@ -245,6 +250,9 @@ class PlainView:
         self._report_admitted()
         history, best = self.history, self.history.best
         outcome = f"best {self._worth(best)}: {self._name(best)}" if best is not None else "no usable job"
+        if history.refit is not None and best is not None:
+            tested = f", test loss {format_loss(best.best_test_loss)}" if best.best_test_loss is not None else ""
+            outcome = f"{describe_refit(history.refit)}{tested}"
         for note in choice_notes(history):
             self._say(f"note: {clean(note)}")
         self._say(

@@ -26,6 +26,7 @@ from alto.export.tables import job_table, run_notes
 from alto.export.winner import winner_commands, winner_yaml
 from alto.export.wording import (
     clean,
+    describe_refit,
     describe_rungs,
     describe_scoring,
     describe_task,
@@ -105,6 +106,7 @@ def _context(history: RunHistory, run_dir: Path) -> dict[str, Any]:
         "best": next((row for row in table.rows if row.is_best), None),
         "finalists": describe_scoring(history.finalists, history.scorer, history.scorer_failure),
         "is_finished": history.result is not None,
+        "refit": "" if history.refit is None else describe_refit(history.refit),
         "num_open": sum(not job.has_ended for job in history.jobs.values()),
         "num_exited": sum(job.stage is Stage.EXITED for job in history.jobs.values()),
         "num_completed": sum(job.stage is Stage.COMPLETED for job in history.jobs.values()),

@@ -27,6 +27,7 @@ from alto.export.wording import (
     describe_memory_event,
     describe_outlook,
     describe_profile,
+    describe_refit,
     describe_scoring,
     describe_task,
     format_count,
@@ -41,6 +42,7 @@ from alto.runs.events import (
     JobResumed,
     OutOfMemory,
     ProfileMeasured,
+    RefitFact,
     TaskResumed,
     TaskStarted,
     WarmupEnded,
@@ -260,6 +262,8 @@ def _header(history: RunHistory) -> list[RenderableType]:
 
 
 def _best_line(table: JobTable, history: RunHistory) -> Text:
+    if history.refit is not None:
+        return _refit_line(history, history.refit)
     best = next((row for row in table.rows if row.is_best), None)
     if best is None:
         return Text("best: no job has a finite validation loss yet", style="dim", overflow="fold")
@@ -280,6 +284,12 @@ def _best_line(table: JobTable, history: RunHistory) -> Text:
         chosen,
         overflow="fold",
     )
+
+
+def _refit_line(history: RunHistory, refit: RefitFact) -> Text:
+    tested = (job.best_test_loss for job in history.jobs.values() if job.best_test_loss is not None)
+    measured = "".join(f"; test loss {format_loss(loss)}" for loss in tested)
+    return Text(f"{describe_refit(refit)}{measured}", overflow="fold")
 
 
 def _samples(history: RunHistory) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 from alto.records import AdapterCheck, FinalistScore, Rung
 from alto.runs import JobHistory
-from alto.runs.events import OutOfMemory, ProfileMeasured, TaskStarted
+from alto.runs.events import OutOfMemory, ProfileMeasured, RefitFact, TaskStarted
 from alto.runs.progress import Outlook
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "describe_origin",
     "describe_outlook",
     "describe_profile",
+    "describe_refit",
     "describe_rung",
     "describe_rungs",
     "describe_scoring",
@@ -117,10 +118,16 @@ def describe_task(started: TaskStarted | None) -> list[str]:
         return []
     facts = [short_path(name) for name in (started.method, started.model, started.dataset) if name]
     if started.num_train:
-        facts.append(f"{started.num_train} rows to train, {started.num_validation} to validate")
+        held_out = "no validation" if started.refit is not None else f"{started.num_validation} to validate"
+        facts.append(f"{started.num_train} rows to train, {held_out}")
     if started.num_ranks > 1:
         facts.append(f"{started.num_ranks} ranks")
     return facts
+
+
+def describe_refit(refit: RefitFact) -> str:
+    """``refit of …/runs/sums-20261123 (job-003), no validation``."""
+    return f"refit of {short_path(refit.run)} ({clean(refit.job)}), no validation"
 
 
 def short_path(name: object) -> str:

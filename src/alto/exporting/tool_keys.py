@@ -25,7 +25,7 @@ _TRAINER = (
 """Keys of transformers' ``TrainingArguments``."""
 
 _TRL_OF_METHODS: Mapping[str, tuple[str, ...]] = {
-    "sft": ("completion_only_loss", "router_aux_loss_coef"),
+    "sft": ("completion_only_loss", "assistant_only_loss", "router_aux_loss_coef"),
     "dpo": (
         *("beta", "loss_type", "loss_weights", "label_smoothing", "ld_alpha", "f_divergence_type"),
         *("f_alpha_divergence_coef", "discopop_tau", "router_aux_loss_coef"),
@@ -98,7 +98,7 @@ def trl_files(task: Task, config: JobConfig, model: str, rows: Rows, folder: Pat
     """
     if task.method not in _TRL_OF_METHODS:
         return None
-    trained = training_arguments(task, config.to_dict())
+    trained = training_arguments(task, config.to_dict(), {"form": rows.form})
     kept = {key: trained.get(key) for key in (*_TRAINER, *_TRL_OF_METHODS[task.method], "max_length")}
     if task.method != "sft" and config.lora_dropout:
         kept["disable_dropout"] = False
@@ -226,7 +226,7 @@ def llamafactory_files(task: Task, config: JobConfig, model: str, rows: Rows, fo
 
 def _trainer_keys(task: Task, config: JobConfig) -> dict[str, Any]:
     """Keys of ``TrainingArguments``, a share of warmup under the name that it had before transformers 5."""
-    trained = training_arguments(task, config.to_dict())
+    trained = training_arguments(task, config.to_dict(), {})
     found = {key: trained.get(key) for key in _TRAINER}
     share = found["warmup_steps"] or 0
     return found | {"warmup_steps": None, "warmup_ratio": share} if 0 < share < 1 else found

@@ -77,7 +77,7 @@ _NOT_NEEDED: Mapping[str, tuple[str, ...]] = {
 }
 
 _NOT_SUPPORTED: Mapping[str, tuple[str, ...]] = {
-    "every job begins with a new adapter: merge the old one into the model, and name that": ("lora_model_dir",),
+    "write it as init_adapter: every job begins with it, and dpo and kto compare with it": ("lora_model_dir",),
     "the tokenizer is used as it is: save a model and a tokenizer with the tokens, and name that folder in 'model'": (
         *("tokens", "added_tokens_overrides", "resize_token_embeddings_to_32x", "mean_resizing_embeddings"),
         *("shrink_embeddings", "tokenizer_config", "fix_untrained_tokens", "tokenizer_use_mistral_common"),

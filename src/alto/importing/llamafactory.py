@@ -92,7 +92,7 @@ _ANSWERS = Answers(
         "create_new_adapter": "every job begins with a new adapter",
     },
     not_supported={
-        "adapter_name_or_path": "every job begins with a new adapter: merge the old one into the model, and name that",
+        "adapter_name_or_path": "write it as init_adapter: every job begins with it, and dpo and kto compare with it",
         "additional_target": "only adapters, biases and classification heads are trained",
         "pref_bco_weight": "write loss_type: [sigmoid, bco_pair] with loss_weights for TRL's form of it",
         "use_dft_loss": "the loss of method sft is the cross-entropy",

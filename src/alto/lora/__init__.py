@@ -3,6 +3,7 @@
 from alto.lora.bank import ADAPTER_DTYPES, AdapterBank
 from alto.lora.biases import bias_notes, biases_of, is_bias
 from alto.lora.eight_bit import check_optimizer
+from alto.lora.fit import check_fit
 from alto.lora.footprint import bank_bytes
 from alto.lora.heads import HEAD, BankHeads
 from alto.lora.initial import initial_values
@@ -23,6 +24,7 @@ from alto.lora.peft_format import (
 from alto.lora.peft_targets import ModuleNames
 from alto.lora.per_expert import is_read_per_expert, write_per_expert
 from alto.lora.saved import SavedAdapter, adapter_base_model, is_adapter, read_saved_adapter
+from alto.lora.saved_settings import saved_settings
 from alto.lora.served import ServedAdapters, serving
 from alto.lora.shape import adapter_shape, rank_notes, tying_notes
 from alto.lora.shared_inputs import find_shared_inputs
@@ -59,6 +61,7 @@ __all__ = [
     "bank_bytes",
     "bias_notes",
     "biases_of",
+    "check_fit",
     "check_optimizer",
     "eject",
     "extra_in_peft",
@@ -78,6 +81,7 @@ __all__ = [
     "rank_notes",
     "read_adapter",
     "read_saved_adapter",
+    "saved_settings",
     "serving",
     "tying_notes",
     "untrained_notes",

@@ -29,7 +29,15 @@ from alto.lora.whole_modules import whole_name
 from alto.spec.module_names import of_module, per_module
 from alto.spec.outside import read_json
 
-__all__ = ["SavedAdapter", "adapter_base_model", "is_adapter", "read_saved_adapter"]
+__all__ = [
+    "HEAD_NAMES",
+    "SavedAdapter",
+    "adapter_base_model",
+    "check_config",
+    "is_adapter",
+    "read_config",
+    "read_saved_adapter",
+]
 
 _NUM_STACKED = 3
 
@@ -47,7 +55,7 @@ _HARMLESS_KEYS = {
 _BASE_WEIGHT = ".base_layer.weight"
 """End of PEFT's name of the frozen weight of an adapted module, which it saves of embeddings and of the output head."""
 
-_HEAD_NAMES = {"score", "classifier"}
+HEAD_NAMES = {"score", "classifier"}
 """Names that PEFT gives to ``modules_to_save`` where a classification head is trained."""
 
 _HARMLESS_VALUES: Mapping[str, tuple[Any, ...]] = {
@@ -117,8 +125,8 @@ def read_saved_adapter(folder: Path) -> SavedAdapter:
                 f"expected an adapter in PEFT's format in {folder}, found no {name}; give a run directory, or the "
                 "folder of an adapter"
             )
-    config = _read_config(folder / CONFIG_FILE)
-    _check_config(config, folder / CONFIG_FILE)
+    config = read_config(folder / CONFIG_FILE)
+    check_config(config, folder / CONFIG_FILE)
     _check_tensors(folder / WEIGHTS_FILE, config)
     read = read_adapter(folder)
     base_weights = {name: tensor for name, tensor in read.extras.items() if name.removesuffix(".weight") in read}
@@ -160,10 +168,15 @@ def adapter_base_model(folder: Path) -> str:
     Raises:
         RunError: Its description cannot be read.
     """
-    return _read_config(folder / CONFIG_FILE).get("base_model_name_or_path") or ""
+    return read_config(folder / CONFIG_FILE).get("base_model_name_or_path") or ""
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
+    """The JSON object in the ``adapter_config.json`` at ``path``.
+
+    Raises:
+        RunError: It cannot be read, or holds something else.
+    """
     try:
         config = read_json(path)
     except (OSError, ValueError) as error:
@@ -173,7 +186,13 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _check_config(config: Mapping[str, Any], path: Path) -> None:
+def check_config(config: Mapping[str, Any], path: Path) -> None:
+    """Check that ``config``, which was read from ``path``, describes plain LoRA.
+
+    Raises:
+        UnsupportedError: It describes something else.
+        RunError: A value has another type.
+    """
     if config.get("peft_type") != "LORA":
         raise UnsupportedError(
             f"{path}: expected peft_type LORA, found {config.get('peft_type')!r}; evaluate it with PEFT itself"
@@ -244,7 +263,7 @@ def _check_tensors(path: Path, config: Mapping[str, Any]) -> None:
         raise RunError(
             f"{path}: expected a safetensors file, found something else ({error}); fetch it again"
         ) from error
-    saved = set(config.get("modules_to_save") or ()) - (_HEAD_NAMES if config.get("task_type") == "SEQ_CLS" else set())
+    saved = set(config.get("modules_to_save") or ()) - (HEAD_NAMES if config.get("task_type") == "SEQ_CLS" else set())
     whole = {key for key in keys if any(f".{key}".endswith(f".{whole_name(name)}") for name in saved)}
     absent = sorted(name for name in saved if not any(f".{key}".endswith(f".{whole_name(name)}") for key in whole))
     if absent:

@@ -77,7 +77,8 @@ class LossPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartValue:
-    """A job's evaluation before its first step, where the adapter changes nothing: that of the frozen base.
+    """A job's evaluation before its first step: that of the frozen base, which a new adapter does not change, or of the
+    saved adapter that jobs begin with (``init_adapter``).
 
     Attributes:
         validation_loss, score, score_rows: As in :class:`LossPoint`.

@@ -144,7 +144,7 @@ class TaskOutcome:
     """How one task ended: its best job, every job, and its run directory.
 
     Attributes:
-        best_validation_loss: Of the adapter that was chosen.
+        best_validation_loss: Of the adapter that was chosen; infinity of a refit, which has no validation.
         metric: The metric that it was selected by: ``loss``, or a metric of the task's method.
         best_metrics: Metrics of the method at its best evaluation.
         test_loss: Loss of that adapter on the test rows, which nothing was selected by; None where there are none.
@@ -155,6 +155,7 @@ class TaskOutcome:
         lead: How far it leads the next best job; None where there is none, or the values of single rows are not known.
         notes: Notices about how it was chosen, as sentences.
         adapter_check: Whether PEFT loads the best adapter as it was trained; None where the run has no such check.
+        refit_of: Of a refit, the run whose winner was trained again on all rows, without validation; else empty.
         notices: Problems beside the result, such as a missing report, with their remedies, as sentences.
     """
 
@@ -174,6 +175,7 @@ class TaskOutcome:
     lead: Lead | None = None
     notes: tuple[str, ...] = ()
     adapter_check: AdapterCheck | None = None
+    refit_of: str = ""
     notices: tuple[str, ...] = ()
 
     @property

@@ -116,7 +116,7 @@ def _facts(outcome: TaskOutcome, history: RunHistory) -> dict[str, Any]:
     return {
         **about,
         "best job": outcome.best_job,
-        "validation loss": outcome.best_validation_loss,
+        **({"refit of": outcome.refit_of} if outcome.refit_of else {"validation loss": outcome.best_validation_loss}),
         **test,
         **{name.replace("_", " "): value for name, value in outcome.best_metrics.items()},
         "jobs": len(outcome.jobs),

@@ -73,7 +73,7 @@ def configuration_frame(history: RunHistory) -> pandas.DataFrame:
 
 
 def curve_frame(history: RunHistory) -> pandas.DataFrame:
-    """One row an evaluation, in the order of jobs and steps; step 0 is the frozen base."""
+    """One row an evaluation, in the order of jobs and steps; step 0 is what jobs begin with."""
     rows = list(itertools.chain.from_iterable(map(_curve_rows, history.jobs.values())))
     columns = ["job", "step", "progress", "train_loss", "validation_loss"]
     return import_pandas().DataFrame(rows, columns=None if rows else columns)

@@ -59,8 +59,13 @@ class TaskResult:
 
     @property
     def best_validation_loss(self) -> float:
-        """Of the adapter that was chosen."""
+        """Of the adapter that was chosen; infinity of a refit, which has no validation."""
         return self.outcome.best_validation_loss
+
+    @property
+    def refit_of(self) -> str:
+        """Of a refit, the run whose winner was trained again on all rows, without validation; else empty."""
+        return self.outcome.refit_of
 
     @property
     def metric(self) -> str:
@@ -167,7 +172,8 @@ class TaskResult:
     @property
     def curves(self) -> pandas.DataFrame:
         """One row an evaluation: ``job``, ``step``, ``progress`` (share of the job's own steps), smoothed training
-        loss, validation loss, test loss where it was measured, and metrics. Step 0 is the frozen base.
+        loss, validation loss, test loss where it was measured, and metrics. Step 0 is what jobs begin with: the
+        frozen base, or ``init_adapter``.
 
         Raises:
             UnsupportedError: pandas is not installed.

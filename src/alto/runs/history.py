@@ -91,6 +91,11 @@ class RunHistory(JournalFold):
         """Notices about the task's data and model, those of the latest resumption first."""
         return self.started.notes if self.started is not None else ()
 
+    @property
+    def refit(self) -> events.RefitFact | None:
+        """The winner of another run that is trained again on all rows, without validation; None elsewhere."""
+        return self.started.refit if self.started is not None else None
+
     def settings(self) -> dict[str, Any]:
         """The settings of the whole task, as plain values by their journal names; without jobs and notes."""
         return {} if self.started is None else settings_of(self.started)
@@ -211,6 +216,7 @@ class RunHistory(JournalFold):
             case events.JobAdded():
                 job = self._plan(event.description)
                 job.origin, job.forked_at, job.is_suggested = event.origin, event.forked_at, event.origin is None
+                job.starts_warm = event.warm
                 job.step = event.forked_at
             case events.JobReopened():
                 self._on_reopened(self._job(event.job))
@@ -251,6 +257,9 @@ class RunHistory(JournalFold):
                 self._job(job).start = start
 
     def _on_resumed(self, event: events.TaskResumed, time: float) -> None:
+        # A finished run that trains further jobs will have another result.
+        self.result, self.adapter_check = None, None
+        self.finalists, self.scorer, self.scorer_failure = (), "", ""
         # Stays that the interruption cut off end with the last event before it: nothing was trained after that.
         for name in list(self._open_stays):
             job = self.jobs[name]
@@ -324,6 +333,10 @@ class RunHistory(JournalFold):
             job.samples_at_end = event.samples_trained
         if event.best_validation_loss is not None and math.isfinite(event.best_validation_loss):
             job.keep_best(event.best_step, event.best_validation_loss)
+        elif isinstance(event, events.JobCompleted) and event.best_step:  # without validation
+            job.best_step = event.best_step
+            if event.test_loss is not None:
+                job.test_losses[event.best_step] = event.test_loss
 
     def _leave_slot(self, job: JobHistory, time: float | None, *, stage: Stage) -> None:
         for stay in self._open_stays.pop(job.job, ()):

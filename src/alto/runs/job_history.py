@@ -96,7 +96,7 @@ class JobHistory:
         evaluations: One point per evaluation, in the order of their steps.
         metrics: Metrics of its method at each evaluation, by name.
         best_step: Step of its best evaluation by the task's metric, 0 if there is none with a finite loss yet.
-        best_validation_loss: The loss there, infinity if there is none yet.
+        best_validation_loss: The loss there, infinity if there is none yet, or no validation.
         best_score: Value of the task's metric there, higher is better; 0 where that is the loss.
         best_metrics: Metrics of its method there.
         best_loss_rows, best_metric_rows: Loss, and the task's metric, of every validation row there; empty where they
@@ -107,8 +107,9 @@ class JobHistory:
         exit_evidence: Numbers that this was based on, by name.
         origin: The job that it is a clone or a copy of; None of all others.
         forked_at: Steps after which it continues where ``origin`` was; 0 of all but such copies.
+        starts_warm: It is a clone that began with the best weights of ``origin``.
         is_suggested: The search has added it while others trained.
-        start: The evaluation of the frozen base; None where the journal does not have it.
+        start: The evaluation before its first step; None where the journal does not have it.
         configuration: Where jobs repeat a configuration with other seeds, the id of the first of those that repeat this
             one; None of a job that repeats none.
     """
@@ -117,6 +118,7 @@ class JobHistory:
     position: int
     origin: str | None = None
     forked_at: int = 0
+    starts_warm: bool = False
     is_suggested: bool = False
     config: Mapping[str, Any] = field(default_factory=dict)
     total_steps: int = 0

@@ -6,6 +6,7 @@ and it has an id that the journal records, so that it takes effect once.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import shutil
@@ -38,6 +39,10 @@ class Action(StrEnum):
     STOP = "stop"
     RESUME = "resume"
     CLONE = "clone"
+
+
+_EXTENDING = (Action.RESUME, Action.CLONE)
+"""Actions that a finished run can carry out."""
 
 
 class QueueAction(StrEnum):
@@ -155,16 +160,19 @@ class _Mailbox(ABC, Generic[C]):
         Empty where there is no folder, or none that can be read.
         """
         commands = []
-        try:
-            names = sorted(path.name for path in self._folder.iterdir() if path.name.endswith(_COMMAND))
-        except OSError:
-            return []
-        for name in names:
+        for name in self._names():
             try:
                 commands.append(self._read(name.removesuffix(_COMMAND), self._folder / name))
             except RunError as error:
                 self.answer(name.removesuffix(_COMMAND), Answer(done=False, message=str(error)))
         return commands
+
+    def _names(self) -> list[str]:
+        """Names of the files of commands, oldest first."""
+        try:
+            return sorted(path.name for path in self._folder.iterdir() if path.name.endswith(_COMMAND))
+        except OSError:
+            return []
 
     def answer(self, command_id: str, answer: Answer) -> None:
         """Answer a command and remove it.
@@ -248,6 +256,16 @@ class Mailbox(_Mailbox[Command]):
             RunWriteError: The run directory cannot be written.
         """
         return self._send({"action": action, "job": job, "changes": changes or {}, "warm": warm})
+
+    @property
+    def extends_run(self) -> bool:
+        """Whether a command waits by which a finished run trains on: a clone, or a job that is to be resumed. Changes
+        nothing."""
+        for name in self._names():
+            with contextlib.suppress(RunError):  # answered by the run
+                if self._read(name.removesuffix(_COMMAND), self._folder / name).action in _EXTENDING:
+                    return True
+        return False
 
     @staticmethod
     def _parse(facts: dict[str, Any]) -> Command:

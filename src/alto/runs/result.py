@@ -47,6 +47,7 @@ def task_outcome(history: RunHistory, run: RunDir) -> TaskOutcome:
         lead=lead_of_winner(history),
         notes=choice_notes(history),
         adapter_check=history.adapter_check,
+        refit_of="" if history.refit is None else history.refit.run,
     )
 
 

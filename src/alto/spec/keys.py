@@ -74,7 +74,7 @@ TASK_ALIASES: Mapping[str, str] = {
 
 _ONLY_PLAIN_LORA = "LoRA and DoRA are trained in their usual forms alone; remove the key."
 _USE_DTYPE = "Write 'dtype: bfloat16', 'float16' or 'float32' instead."
-_FROZEN_BASE = "The reference of dpo is the frozen base, run once for all jobs; remove the key."
+_FROZEN_BASE = "The reference of dpo is the frozen base, or 'init_adapter', run once for all jobs; remove the key."
 _WHOLE_DISTRIBUTION = (
     "It needs the probabilities of all tokens at every position, and only that of the trained token is computed; "
     "remove the key."

@@ -28,10 +28,10 @@ _MAX_OVERRIDE_KEYS = 8
 def load_task(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Task:
     """Read a task from a YAML file.
 
-    A path in the file is taken relative to the file: ``dataset``, ``validation_dataset``, ``test_dataset`` and
-    ``chat_template`` where such a file or folder exists, ``model`` where it is written with a leading ``./`` or
-    ``../``. A path that does not exist there is left unchanged. A path in an override is taken relative to the current
-    directory, as any on a command line.
+    A path in the file is taken relative to the file: ``dataset``, ``validation_dataset``, ``test_dataset``,
+    ``chat_template`` and ``init_adapter`` where such a file or folder exists, ``model`` where it is written with a
+    leading ``./`` or ``../``. A path that does not exist there is left unchanged. A path in an override is taken
+    relative to the current directory, as any on a command line.
 
     Args:
         path: The file.
@@ -132,7 +132,7 @@ def _resolve_path(field: object, value: Any, folder: Path) -> Any:
     if field == "dataset" and isinstance(value, list):
         return [_resolve_source(item, folder) for item in value]
     if (
-        field not in ("model", "dataset", "validation_dataset", "test_dataset", "chat_template")
+        field not in ("model", "dataset", "validation_dataset", "test_dataset", "chat_template", "init_adapter")
         or not isinstance(value, str)
         or not value
     ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
@@ -23,6 +24,7 @@ from alto.spec.method import Method, find_method
 from alto.spec.metric import LOSS, check_metric
 from alto.spec.mixture import MIXTURE_WEIGHTS, MixtureSource, ordered, parse_sources
 from alto.spec.quoting import quoted
+from alto.spec.refit import Refit, check_refit
 from alto.spec.row_objects import with_rows_in_files
 from alto.spec.scoring import Scoring, parse_select_by
 from alto.spec.search import Search
@@ -40,7 +42,7 @@ from alto.spec.task_checks import (
     check_splits,
     check_train_on,
 )
-from alto.spec.validation import plain
+from alto.spec.validation import check_path, plain
 
 __all__ = ["AdapterDtype", "Job", "MixtureSource", "OnBadRow", "RowFormName", "Task", "TrainOn"]
 
@@ -79,6 +81,11 @@ class Task(DataKeys):
         metric: Selects the best checkpoint of a job, the jobs that continue at rungs, and the best job: the validation
             loss, or a metric of the method that is better when higher; where that is equal, the loss. Divergence and
             overfitting are judged by losses in any case.
+        init_adapter: A saved LoRA adapter, or a run whose best one is meant: every job begins with it, and with a fresh
+            optimizer. Where the method compares with a reference, that is this adapter, as in TRL. Its ranks, targets,
+            scales and further tensors are those of the jobs; keys about them need not be given.
+        refit: The finished run whose best job is trained again on all rows, validation rows included; ``alto refit``
+            writes it, and there is no validation.
         num_gpus: GPUs the task runs on (``alto run``); on a machine without GPUs, CPU slots.
         priority: A task of a lower priority never delays a waiting one of a higher.
         tenant: Whose quota of GPUs the task counts against.
@@ -129,6 +136,10 @@ class Task(DataKeys):
 
     method: str = Field(default=DEFAULT_METHOD, description="what is learned from a row")
     metric: str = Field(default=LOSS, min_length=1, description="what the best adapter is selected by")
+    init_adapter: str | None = Field(
+        default=None, min_length=1, description="saved adapter, or run, that every job begins with"
+    )
+    refit: Refit | None = Field(default=None, description="trains all rows, without validation (alto refit)")
     num_gpus: int = Field(default=1, ge=1, le=4096, description="devices the task runs on")
     priority: int = Field(default=0, ge=0, le=100, description="priority among waiting tasks")
     tenant: str = Field(default="", max_length=100, description="whose GPUs the task counts against")
@@ -202,8 +213,21 @@ class Task(DataKeys):
         check_train_on(self.train_on, method)
         check_label_keys(self, method, self.num_gpus)
         check_mixture(self)
+        check_refit(self, [job.config.max_steps for job in self._jobs])
         check_scored_rungs(self.scoring, self.early_exit, self.search)
         check_size(self.to_dict())
+
+    @field_validator("init_adapter", mode="before")
+    @classmethod
+    def _accept_folder(cls, value: Any) -> Any:
+        return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+    @field_validator("init_adapter")
+    @classmethod
+    def _check_folder(cls, value: str | None) -> str | None:
+        if value is not None:
+            check_path(value)
+        return value
 
     @field_validator("report_to", mode="before")
     @classmethod

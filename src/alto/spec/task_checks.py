@@ -46,6 +46,11 @@ def check_given_once(given: Mapping[str, Any], fixed: Mapping[str, Any]) -> None
         raise ConflictingKeysError(
             f"{twice[0]!r} is given both at the top level of the task and in search_space; expected one. Remove one."
         )
+    if given.get("init_adapter") is not None and "init_lora_weights" in {*fixed, *given["search_space"].keys}:
+        raise ConflictingKeysError(
+            "init_lora_weights and init_adapter are both given; expected one: how new adapters start, or the saved one "
+            "that jobs begin with. Remove one."
+        )
     for what, do in (("validation", "validate"), ("test", "test")):
         if given.get(f"{what}_dataset") is not None and given.get(f"{what}_split") is not None:
             raise ConflictingKeysError(

@@ -13,7 +13,9 @@ __all__ = [
     "JobDescription",
     "QueuedTask",
     "ReferenceFact",
+    "RefitFact",
     "SavedJob",
+    "StartFact",
     "StartMeasurement",
     "TiedJob",
 ]
@@ -82,8 +84,36 @@ class ReferenceFact:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RefitFact:
+    """The winner of a finished run that is trained again on all rows.
+
+    Attributes:
+        run: Folder of the finished run.
+        job: Its best job.
+        steps: Steps that are trained: those of that job's best checkpoint.
+    """
+
+    run: str
+    job: str
+    steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartFact:
+    """The saved adapter that every job begins with.
+
+    Attributes:
+        path: Its folder.
+        fingerprint: Digest of its ``adapter_config.json`` and its tensors.
+    """
+
+    path: str
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StartMeasurement:
-    """The evaluation of the frozen base, for all jobs that have the same loss.
+    """The evaluation of what jobs begin with, the frozen base or ``init_adapter`` on it, for all with the same loss.
 
     Attributes:
         jobs: Job ids.

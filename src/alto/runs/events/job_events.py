@@ -174,9 +174,10 @@ class JobCompleted:
         job: Job id.
         slot: Slot that it left; None where it was in none.
         step: Steps done; None where the journal does not have it.
-        best_step: Step of its best evaluation; 0 where there is none with a finite loss.
+        best_step: Step of its best evaluation; 0 where there is none with a finite loss. Without validation, the last.
         best_validation_loss: The loss there, nats per token; None where there is none.
         samples_trained: Training rows seen, counting repeats over epochs; None where the journal does not have it.
+        test_loss: Loss on the test rows after the last step, where there is no validation; None elsewhere.
     """
 
     job: str
@@ -185,6 +186,7 @@ class JobCompleted:
     best_step: int = field(metadata=wire(if_absent=0))
     best_validation_loss: float | None = field(metadata=wire(if_absent=None))
     samples_trained: int | None = field(metadata=wire(if_absent=None))
+    test_loss: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

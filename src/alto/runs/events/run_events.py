@@ -11,7 +11,16 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from alto.records import FinalistScore, MemoryProfile, Sample, Throughput
-from alto.runs.events.facts import BaseDescription, JobDescription, ReferenceFact, SavedJob, StartMeasurement, TiedJob
+from alto.runs.events.facts import (
+    BaseDescription,
+    JobDescription,
+    ReferenceFact,
+    RefitFact,
+    SavedJob,
+    StartFact,
+    StartMeasurement,
+    TiedJob,
+)
 from alto.runs.events.fields import wire
 from alto.runs.events.job_events import (
     JobAdded,
@@ -81,6 +90,8 @@ class TaskStarted:
         references: Of a method that needs reference log-probs, how they were found; None elsewhere.
         gpu_hour_price: Price of an hour of one GPU, where the task has a budget of money (``search.budget``); None
             elsewhere.
+        init_adapter: The saved adapter that every job begins with; None where they begin with new ones.
+        refit: The winner of another run that is trained again on all rows, without validation; None elsewhere.
         format: Version of the journal's format.
     """
 
@@ -106,12 +117,15 @@ class TaskStarted:
     base: BaseDescription | None = field(default=None, metadata=wire(damaged_is_none=True))
     references: ReferenceFact | None = None
     gpu_hour_price: float | None = None
+    init_adapter: StartFact | None = None
+    refit: RefitFact | None = None
     format: int = field(default=FORMAT, metadata=wire(if_absent=1, always=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskResumed:
-    """A process resumes the run; events after the last checkpoint are cut.
+    """A process resumes the run; events after the last checkpoint are cut. After ``task_completed``, which is kept, the
+    finished run trains further jobs, and another ``task_completed`` will follow.
 
     Attributes:
         notes: What was lost, and other notices, as sentences.
@@ -163,7 +177,7 @@ class ProfileMeasured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseEvaluated:
-    """The evaluation of the frozen base, before the first step.
+    """The evaluation of what jobs begin with, before the first step: of the frozen base, or of ``init_adapter`` on it.
 
     Attributes:
         values: One entry for all jobs that have the same loss.
@@ -348,11 +362,12 @@ class AdapterChecked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskCompleted:
-    """The last event: the best job, and the cost of the task.
+    """The last event: the best job, and the cost of the task. Where a finished run was given further jobs, the last of
+    several counts.
 
     Attributes:
         best_job: The job whose adapter was chosen.
-        best_validation_loss: Its loss, nats per token.
+        best_validation_loss: Its loss, nats per token; not a number where there was no validation.
         samples_trained: Training rows that all jobs saw.
         samples_budgeted: Rows that they would have seen without early exit.
         within_noise: Jobs whose metric is within noise of the winner's on so many validation rows.

@@ -1,0 +1,37 @@
+"""``alto refit``: train the winner of a finished run on all rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from alto.cli.options import AsJson, Quiet, Strategy, TrustRemoteCode
+from alto.cli.paths import Run
+from alto.cli.tune import train
+
+__all__ = ["refit"]
+
+
+def refit(
+    run: Run,
+    to: Annotated[
+        Path | None, typer.Option("--to", help="Folder in which the run directory is made; by default that of RUN.")
+    ] = None,
+    strategy: Strategy = "adapter_parallel",
+    trust_remote_code: TrustRemoteCode = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train the winner of the finished RUN again on all its rows, those to validate on included, in a run of its own.
+
+    It has the winner's settings and seed, and takes the steps of its best checkpoint. Nothing is validated.
+    """
+    train(
+        lambda engine: engine.refit(run, to=to, trust_remote_code=trust_remote_code),
+        strategy=strategy,
+        output_dir=run.parent,
+        as_json=as_json,
+        quiet=quiet,
+    )

@@ -1,0 +1,90 @@
+"""The task that trains the winner of a finished run again, on all rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from alto.errors import UnsupportedError
+from alto.runs import JobHistory, QueueDir, RunDir, load_run_task, read_history, task_outcome
+from alto.spec import Task
+from alto.spec.job_config import JOB_FIELDS
+from alto.spec.method import find_method
+
+__all__ = ["refit_folder", "refit_task"]
+
+_MAX_NAME_CHARS = 100
+_SUFFIX = "-refit"
+
+_OF_A_SEARCH = (
+    *("search", "search_space", "early_exit", "select_by", "num_finalists", "repeat_by", "metric", "name"),
+    "refit",
+)
+"""Keys of a task that compare its jobs, and its name."""
+
+
+def refit_task(run_dir: RunDir, *, trust_remote_code: bool) -> Task:
+    """The task of a refit of the finished run in ``run_dir``; see :meth:`alto.Engine.refit`.
+
+    Args:
+        trust_remote_code: Whether the caller allows code of the base model, where the run's task asks for it.
+
+    Raises:
+        NoResultError: The run has no result.
+        UntrustedCodeError: The task asks for code, and it is not allowed.
+        UnsupportedError: Its winner was not trained with one configuration from its beginning; or is a refit.
+        SpecError, UnsupportedError: As :class:`alto.Task` does.
+    """
+    history = read_history(run_dir.root)
+    outcome = task_outcome(history, run_dir)
+    winner = history.jobs[outcome.best_job]
+    _check(winner, refit_of=outcome.refit_of)
+    task = load_run_task(run_dir, trust_remote_code=trust_remote_code, is_trained=False)
+    of_jobs = {*JOB_FIELDS, *find_method(task.method).fields}
+    kept = {key: value for key, value in task.to_dict().items() if key not in (*of_jobs, *_OF_A_SEARCH)}
+    return Task(
+        **kept,
+        **_configuration(winner, task),
+        name=task.name[: _MAX_NAME_CHARS - len(_SUFFIX)] + _SUFFIX,
+        early_exit=False,
+        refit={"run": str(run_dir.root), "job": winner.job, "steps": winner.best_step},
+    )
+
+
+def refit_folder(run_dir: RunDir) -> Path:
+    """Where the run of a refit is made: beside the run; of a task of a queue, beside the queue."""
+    queue = run_dir.root.parents[1]
+    return queue.parent if QueueDir.exists(queue) else run_dir.root.parent
+
+
+def _configuration(winner: JobHistory, task: Task) -> dict[str, Any]:
+    """The winner's settings, with the length of its learning-rate schedule."""
+    values = {**task.job_config(winner.config).to_dict(), "max_steps": winner.total_steps}
+    if task.init_adapter is not None:
+        del values["init_lora_weights"]  # which has no effect then, and is refused
+    if not task.sources:
+        values.pop("mixture_weights", None)
+    return values
+
+
+def _check(winner: JobHistory, *, refit_of: str) -> None:
+    """Check that the winner can be trained again from its configuration alone.
+
+    Raises:
+        UnsupportedError: It cannot.
+    """
+    if refit_of:
+        found = f"a run that is one already, of {refit_of}, and has trained all rows; refit that run"
+    elif winner.forked_at:
+        found = (
+            f"{winner.job}, which continued at step {winner.forked_at} where {winner.origin} was, with other settings "
+            "(search: pbt); train the settings of your choice from the start, with: alto tune"
+        )
+    elif winner.starts_warm:
+        found = (
+            f"{winner.job}, which began with the best weights of {winner.origin}; clone it without --warm, or train on "
+            "with init_adapter"
+        )
+    else:
+        return
+    raise UnsupportedError(f"refit: expected a winner with one configuration from its beginning, found {found}")

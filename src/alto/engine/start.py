@@ -1,0 +1,98 @@
+"""What the jobs of a task begin with, where it names a saved adapter (``init_adapter``)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from alto.backbone import Backbone, base_differences, base_fingerprint, resolve_model
+from alto.errors import ModelError, ModelNotFoundError, RunNotFoundError
+from alto.evaluation import adapter_folder
+from alto.executor import StartAdapter
+from alto.lora import adapter_base_model, saved_settings
+from alto.objectives import find_objective
+from alto.spec import Task
+
+__all__ = ["read_start", "with_start"]
+
+
+def with_start(task: Task) -> Task:
+    """``task`` with the folder of the adapter that ``init_adapter`` names, and with that adapter's ranks, targets,
+    scales and further tensors where it sets none itself; a task without one as it is.
+
+    Raises:
+        RunNotFoundError: There is no such adapter.
+        RunError: Its description cannot be read.
+        UnsupportedError: It is more than plain LoRA.
+        SpecError: A setting of the task does not go with it.
+    """
+    if task.init_adapter is None:
+        return task
+    try:
+        folder = adapter_folder(Path(task.init_adapter).expanduser().resolve())
+    except RunNotFoundError as error:
+        raise RunNotFoundError(f"init_adapter: {error}") from None
+    space = task.search_space
+    given = {*task.fixed, *(() if space.is_auto else space.keys)}
+    missing = {key: value for key, value in saved_settings(folder).items() if key not in given}
+    return task.replace(**missing, init_adapter=str(folder))
+
+
+def read_start(task: Task, backbone: Backbone) -> StartAdapter | None:
+    """The adapter that the jobs of ``task`` begin with, checked against its base model; None where there is none.
+
+    Args:
+        task: As :func:`with_start` gives it.
+        backbone: Its base model.
+
+    Raises:
+        ModelError: The adapter was trained on another base model.
+        TargetModuleError: It does not fit the base model.
+        RunNotFoundError, RunError, UnsupportedError: As :meth:`alto.executor.StartAdapter.read`.
+    """
+    if task.init_adapter is None:
+        return None
+    folder = Path(task.init_adapter)
+    if not folder.is_dir():
+        raise RunNotFoundError(
+            f"init_adapter: expected the adapter that jobs begin with in {folder}, found no such folder; put it back, "
+            "or start a new run with: alto tune"
+        )
+    is_reference = find_objective(task.method).needs_reference
+    as_reference = f", which is the reference of {task.method} too" if is_reference else ""
+    begun = f"Every job begins with the adapter in {folder}{as_reference}; the evaluation at step 0 is its own."
+    notes = (begun, *_base_notes(task, folder))
+    return StartAdapter.read(folder, backbone, model=task.model, notes=notes)
+
+
+def _base_notes(task: Task, folder: Path) -> tuple[str, ...]:
+    """What cannot be said about the base model that the adapter was trained on.
+
+    Raises:
+        ModelError: It is another one than the task's.
+    """
+    named = adapter_base_model(folder)
+    if not named:
+        return (
+            f"init_adapter: {folder} names no base model; it fits {task.model}, and whether it was trained on it is "
+            "not known.",
+        )
+    try:
+        found = resolve_model(named)
+        if found == resolve_model(task.model):
+            return ()
+        if Path(found).is_dir():
+            trained_on = base_fingerprint(replace(task.base_model, id=found))
+            differences = base_differences(trained_on, base_fingerprint(task.base_model))
+            if differences:
+                raise ModelError(
+                    f"init_adapter: expected an adapter of the base model {task.model}, found one that was trained on "
+                    f"{named}, which has {', '.join(differences)}; name that model in 'model', or another adapter"
+                )
+            return ()
+    except ModelNotFoundError:
+        pass  # moved, or of another machine
+    return (
+        f"init_adapter: {folder} names the base model {named}, and the task's is {task.model}; whether they are the "
+        "same cannot be seen here.",
+    )

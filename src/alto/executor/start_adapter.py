@@ -1,0 +1,152 @@
+"""The saved adapter that every job of a task begins with (``init_adapter``)."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self, TypeAlias
+
+from alto.backbone import Backbone
+from alto.errors import TargetModuleError
+from alto.lora import AdapterShape, AdapterWeights, SavedAdapter, adapter_scale, check_fit, read_saved_adapter, serving
+from alto.lora.peft_format import CONFIG_FILE, WEIGHTS_FILE
+from alto.runs.events import StartFact
+from alto.spec import JobConfig
+
+__all__ = ["StartAdapter", "Within", "beginning_with"]
+
+Within: TypeAlias = Callable[[int], AbstractContextManager[None]]
+"""Takes the tokens of a forward pass; inside the context, the pass computes with the adapter that jobs begin with."""
+
+_MAX_SHOWN = 3
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StartAdapter:
+    """An adapter that jobs begin with.
+
+    Attributes:
+        saved: The adapter as it was read.
+        fact: Its folder and fingerprint, for the journal.
+        notes: Notices about it, as sentences.
+    """
+
+    saved: SavedAdapter
+    fact: StartFact
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def read(cls, folder: Path, backbone: Backbone, *, model: str, notes: tuple[str, ...] = ()) -> Self:
+        """The adapter in ``folder``, checked against the base model.
+
+        Args:
+            folder: In PEFT's format.
+            backbone: The base model.
+            model: Its name, for messages.
+            notes: What the caller has found about it.
+
+        Raises:
+            RunNotFoundError: There is no adapter.
+            RunError: A file cannot be read.
+            UnsupportedError: The adapter is more than plain LoRA.
+            TargetModuleError: It does not fit the base model.
+        """
+        saved = read_saved_adapter(folder)
+        check_fit(backbone.model, saved, model, remedy="name the model it was trained on in 'model'")
+        return cls(saved=saved, fact=StartFact(path=str(folder), fingerprint=_fingerprint(folder)), notes=notes)
+
+    @property
+    def weights(self) -> AdapterWeights:
+        """Its tensors, float32 on the CPU."""
+        return self.saved.weights
+
+    def check_job(self, job: str, config: JobConfig, shape: AdapterShape) -> None:
+        """Check that a job trains an adapter of this kind: the same modules, each with the same rank and scale, and the
+        same further tensors.
+
+        Args:
+            job: Its name, for messages.
+            config: Its configuration.
+            shape: Its adapter on the base model.
+
+        Raises:
+            TargetModuleError: It trains another one.
+        """
+        scale = adapter_scale(config)
+        modules = zip(shape.targets, shape.ranks, shape.ratios, strict=True)
+        found = {module.name: (rank, ratio * scale) for module, rank, ratio in modules}
+        wanted = {name: (a_KR.shape[-1], self.saved.scales[name]) for name, (a_KR, _) in self.weights.items()}
+        extras = {extra.name: extra.shape for extra in shape.extras}
+        wanted_extras = {name: tuple(tensor.shape) for name, tensor in self.weights.extras.items()}
+        differences = [
+            *_of_names(wanted, found),
+            *_of_numbers(wanted, found),
+            *_of_names(wanted_extras, extras),
+            *(
+                f"{name} of {extras[name]}, where the adapter's is of {size}"
+                for name, size in wanted_extras.items()
+                if extras.get(name, size) != size
+            ),
+        ]
+        if differences:
+            more = f" and {len(differences) - _MAX_SHOWN} more" if len(differences) > _MAX_SHOWN else ""
+            raise TargetModuleError(
+                f"init_adapter: expected that {job} trains an adapter with the modules, ranks, scales and further "
+                f"tensors of {self.saved.folder}, found {'; '.join(differences[:_MAX_SHOWN])}{more}; leave out r, "
+                "lora_alpha, target_modules and the like, which are then those of the adapter, or correct them"
+            )
+
+    @contextlib.contextmanager
+    def applied(self, backbone: Backbone) -> Iterator[Within]:
+        """Put the adapter on ``backbone`` while the context lasts, in the place of any bank; afterwards the base has no
+        adapters. All ranks have to call it alike."""
+        weights = (self.weights, self.saved.scales)
+        with serving(backbone.model, [weights], backbone.run_once, backbone.rows_in_pass) as served:
+            yield lambda num_tokens: served.use(served.schedule([num_tokens]))
+
+
+@contextlib.contextmanager
+def beginning_with(start: StartAdapter | None, backbone: Backbone, restore: Callable[[], None]) -> Iterator[Within]:
+    """Within the context, forward passes compute what jobs begin with: the adapter, or where there is none, the base.
+
+    Args:
+        start: The adapter; None where jobs begin with new ones, which change nothing.
+        backbone: The base model, with the adapters of a bank or without.
+        restore: Puts the adapters of a bank back; called only where they were replaced.
+    """
+    if start is None:
+        yield lambda num_tokens: contextlib.nullcontext()
+        return
+    try:
+        with start.applied(backbone) as within:
+            yield within
+    finally:
+        restore()
+
+
+def _fingerprint(folder: Path) -> str:
+    """A digest of the description and the tensors of an adapter."""
+    digest = hashlib.sha256()
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        with (folder / name).open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()[:32]
+
+
+def _of_names(wanted: Mapping[str, object], found: Mapping[str, object]) -> Iterator[str]:
+    for name in sorted(wanted.keys() ^ found.keys()):
+        yield f"{name} in the adapter alone" if name in wanted else f"{name}, which the adapter does not have"
+
+
+def _of_numbers(wanted: Mapping[str, tuple[int, float]], found: Mapping[str, tuple[int, float]]) -> Iterator[str]:
+    for name in sorted(wanted.keys() & found.keys()):
+        (rank, scale), (other_rank, other_scale) = wanted[name], found[name]
+        if rank != other_rank:
+            yield f"rank {other_rank} on {name}, where the adapter's is {rank}"
+        elif not math.isclose(scale, other_scale, rel_tol=1e-6):
+            yield f"a scale of {other_scale:g} on {name}, where the adapter's is {scale:g}"

@@ -1,0 +1,82 @@
+"""Checks that a saved adapter fits a base model."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+from alto.errors import TargetModuleError
+from alto.lora.biases import biases_of
+from alto.lora.heads import HEAD
+from alto.lora.initial import initial_values
+from alto.lora.layout import ExtraTensor
+from alto.lora.magnitudes import magnitude_of
+from alto.lora.saved import SavedAdapter
+from alto.lora.targets import adaptable
+from alto.lora.whole_modules import whole_shapes
+
+__all__ = ["check_fit"]
+
+
+def check_fit(network: PreTrainedModel, adapter: SavedAdapter, base: str, *, remedy: str, otherwise: str = "") -> None:
+    """Check that every tensor of ``adapter`` has its place in ``network``; a classification head is not looked at.
+
+    Args:
+        network: The base model, with or without injected adapters.
+        adapter: The adapter.
+        base: The name of the base model, for messages.
+        remedy: How another base model is named, for messages.
+        otherwise: What else can be done about tensors that ALTO cannot hold, for messages.
+
+    Raises:
+        TargetModuleError: A tensor is of a module that the model does not have, or has other sizes.
+    """
+    modules = {module.name: module for module in adaptable(network)}
+    absent = sorted(set(adapter.weights) - set(modules))
+    if absent:
+        others = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
+        raise TargetModuleError(
+            f"{adapter.folder}: expected every module of the adapter to be a linear layer or the embeddings of "
+            f"the base model {base}, found that {absent[0]}{others} is not; {remedy}"
+        )
+    _check_extras(network, adapter, base, f"{remedy}{otherwise}")
+    _check_base_weights(network, adapter, base, f"{remedy}{otherwise}")
+    for name, (a_KR, b_RN) in adapter.weights.items():
+        experts, wanted = modules[name].num_experts, (modules[name].in_features, modules[name].out_features)
+        found = (a_KR.shape[-2], b_RN.shape[-1])
+        are_as_many = a_KR.shape[:-2] == b_RN.shape[:-2] == (() if experts is None else (experts,))
+        if wanted != found or a_KR.shape[-1] != b_RN.shape[-2] or not are_as_many:
+            raise TargetModuleError(
+                f"{adapter.folder}: expected an adapter for {name} of the base model {base}, {wanted[0]} × "
+                f"{wanted[1]}, found one of shapes {tuple(a_KR.shape)} and {tuple(b_RN.shape)}; {remedy}"
+            )
+
+
+def _check_extras(network: PreTrainedModel, adapter: SavedAdapter, base: str, remedy: str) -> None:
+    shapes = (
+        biases_of(network)
+        | whole_shapes(network)
+        | {
+            magnitude_of(module.name): (module.out_features,)
+            for module in adaptable(network)
+            if not module.num_experts and module.is_in_body
+        }
+    )
+    for name, tensor in adapter.weights.extras.items():
+        if name != HEAD and shapes.get(name) != tensor.shape:
+            found = f"of {tuple(tensor.shape)}" if name in shapes else "which the model does not have"
+            raise TargetModuleError(
+                f"{adapter.folder}: expected magnitudes of linear layers, biases of these and of LayerNorm, the output "
+                f"head and the embeddings of the base model {base}, found {name}, {found}; {remedy}"
+            )
+
+
+def _check_base_weights(network: PreTrainedModel, adapter: SavedAdapter, base: str, remedy: str) -> None:
+    """What PEFT saved of the base model, and would put in its place, is what the base model has."""
+    for name, saved in adapter.base_weights.items():
+        held = initial_values(network, [ExtraTensor(name=name, shape=tuple(saved.shape))])[name].cpu()
+        if not torch.equal(held, saved.to(held.dtype)):
+            raise TargetModuleError(
+                f"{adapter.folder}: expected {name}, which PEFT saved beside the adapter, to be that of the base model "
+                f"{base}, found that of another base model, or one that was trained or resized; {remedy}"
+            )

@@ -1,0 +1,55 @@
+"""The settings of a job that trains an adapter of the kind that is in a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from alto.errors import RunNotFoundError
+from alto.lora.peft_format import CONFIG_FILE
+from alto.lora.saved import HEAD_NAMES, check_config, read_config
+from alto.spec.job_config import SHAPE_FIELDS
+
+__all__ = ["saved_settings"]
+
+_DENSE_LEAVES = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+"""Last parts of the names of linear layers whose weights adapters name in ``target_parameters``; see
+:mod:`alto.lora.peft_targets`. Other weights there are those of routers."""
+
+_OF_WEIGHT = ".weight"
+
+
+def saved_settings(folder: Path) -> dict[str, Any]:
+    """The fields of a job in :data:`alto.spec.job_config.SHAPE_FIELDS` as the adapter in ``folder`` has them, in plain
+    values; those at which it asks for nothing are left out. Its tensors are not read.
+
+    Raises:
+        RunNotFoundError: There is no adapter.
+        RunError: Its description cannot be read.
+        UnsupportedError: The adapter is more than plain LoRA.
+    """
+    path = folder / CONFIG_FILE
+    if not path.is_file():
+        raise RunNotFoundError(
+            f"expected an adapter in PEFT's format in {folder}, found no {CONFIG_FILE}; give a run directory, or the "
+            "folder of an adapter"
+        )
+    config = read_config(path)
+    check_config(config, path)
+    settings = {key: config[key] for key in SHAPE_FIELDS if config.get(key)}
+    if config.get("task_type") == "SEQ_CLS":
+        saved = [name for name in settings.pop("modules_to_save", []) if name not in HEAD_NAMES]
+        settings |= {"modules_to_save": saved} if saved else {}
+    parameters = list(settings.pop("target_parameters", []))
+    dense = [name.removesuffix(_OF_WEIGHT) for name in parameters if _is_dense(name)]
+    parameters = [name for name in parameters if not _is_dense(name)]
+    modules = settings.get("target_modules", [])
+    if dense and not isinstance(modules, str):
+        modules = [*modules, *dense]
+    settings["target_modules"] = modules
+    return settings | ({"target_parameters": parameters} if parameters else {})
+
+
+def _is_dense(parameter: str) -> bool:
+    """Whether a parameter that is named by itself is the weight of a linear layer."""
+    return parameter.endswith(_OF_WEIGHT) and parameter.removesuffix(_OF_WEIGHT).rpartition(".")[2] in _DENSE_LEAVES

@@ -1,0 +1,78 @@
+"""A task that trains the winner of a finished run again, on all rows."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from pydantic import Field
+
+from alto.errors import SpecError, UnsupportedError
+from alto.spec.early_exit import EarlyExit
+from alto.spec.mixture import MixtureSource
+from alto.spec.validation import SpecModel
+
+__all__ = ["Refit", "check_refit"]
+
+
+class Refit(SpecModel):
+    """What is trained again, and for how long. ``alto refit`` writes it.
+
+    Attributes:
+        run: Folder of the finished run.
+        job: Its best job, whose configuration the task has.
+        steps: Steps that are trained: those of that job's best checkpoint. ``max_steps`` is the length of its
+            learning-rate schedule, which goes on as if training did.
+    """
+
+    run: str = Field(min_length=1, description="folder of the finished run")
+    job: str = Field(min_length=1, description="its best job")
+    steps: int = Field(ge=1, le=10**9, description="steps that are trained")
+
+
+class _Task(Protocol):
+    """The keys of :class:`alto.spec.Task` that are compared."""
+
+    @property
+    def refit(self) -> Refit | None: ...
+
+    @property
+    def early_exit(self) -> EarlyExit: ...
+
+    @property
+    def select_by(self) -> object: ...
+
+    @property
+    def sources(self) -> tuple[MixtureSource, ...]: ...
+
+    @property
+    def validation_dataset(self) -> str | None: ...
+
+
+def check_refit(task: _Task, max_steps: list[int | None]) -> None:
+    """Check that a task which trains without validation compares and ends nothing.
+
+    Args:
+        task: The task.
+        max_steps: Of each of its jobs.
+
+    Raises:
+        SpecError: It has several jobs, or rules that need a validation loss.
+        UnsupportedError: It is a mixture with validation rows of another dataset, which are of none of its sources.
+    """
+    refit = task.refit
+    if refit is None:
+        return
+    if task.sources and task.validation_dataset is not None:
+        raise UnsupportedError(
+            "refit: expected validation rows that are of the sources of the mixture, found validation_dataset: they "
+            "are of no source, so that no weight says how often they are drawn. Make them a source, or tune without "
+            "validation_dataset."
+        )
+    longest = max_steps[0] if len(max_steps) == 1 else None
+    if longest is None or longest < refit.steps or task.early_exit.enabled or task.select_by != "metric":
+        raise SpecError(
+            f"refit should come with one configuration, max_steps of at least {refit.steps}, early_exit: false and "
+            f"select_by: metric, as there is no validation, found {len(max_steps)} configurations, max_steps: "
+            f"{longest}, early_exit: {str(task.early_exit.enabled).lower()}, select_by: {task.select_by!s:.40}. Write "
+            "such a task with: alto refit RUN"
+        )
