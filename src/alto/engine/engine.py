@@ -7,20 +7,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from alto.backbone import base_fingerprint, build_skeleton, device_name, limits_of, load_config, load_tokenizer
+from alto.backbone import build_skeleton, device_name, limits_of, load_config, load_tokenizer
 from alto.data import preview_rows, read_heldout_rows, read_task_rows
+from alto.engine.existing_runs import check_trained_on, is_finished
 from alto.engine.gpus import STRATEGIES, check_num_gpus
 from alto.engine.launched import LaunchedRunner
+from alto.engine.objects import check_has_id, given_objects
 from alto.engine.packing import packed_as
 from alto.engine.queue_setup import QueueSetup
 from alto.engine.queues import QueueRunner
 from alto.engine.runner import TaskRunner, portable
 from alto.engine.showing import show_result, shown
 from alto.engine.task_queue import TaskQueue
-from alto.errors import RunExistsError, RunNotFoundError, SpecError
+from alto.engine.trainer_callbacks import observers_of
+from alto.errors import RunExistsError, SpecError
 from alto.evaluation import (
     EvaluationSettings,
     OnProgress,
@@ -30,14 +34,18 @@ from alto.evaluation import (
     find_target,
     measure,
 )
-from alto.executor import ResumeState, check_base, model_notes
+from alto.executor import model_notes
 from alto.executor.profiling import USUAL_TOKENS_PER_PASS
 from alto.export import write_report
 from alto.lora import read_saved_adapter, write_per_expert
 from alto.records import DataPreview, EvaluationResult, GenerationBackend, Metric, Schedule, TaskPlan
 from alto.results import TaskResult
-from alto.runs import Observer, RunDir, in_background, load_run_task, read_intact_events, write_error
+from alto.runs import Observer, RunDir, in_background, load_run_task, write_error
 from alto.spec import BaseModelSpec, EarlyExit, Task
+from alto.spec.base_objects import BaseObjects
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
 __all__ = ["Engine"]
 
@@ -68,13 +76,15 @@ class Engine:
             resumed shows them its past first, each entry with ``is_replayed``. Where ranks are lost and started again,
             what they had written since their last checkpoint is shown again. Of many tasks they are shown a
             `TaskMeasured` of each that is measured before the queue begins, then the queue's entries, and every entry
-            of a task in a `TaskRelayed`.
+            of a task in a `TaskRelayed`. A ``transformers.TrainerCallback`` is called for every job instead, see
+            :class:`alto.engine.trainer_callbacks.CallbackObserver`.
         is_interrupted: Called between steps; once it returns true, what runs stops and can be resumed.
         progress: Whether :meth:`tune` and :meth:`resume` show the run and its table of jobs on the standard output.
             None shows them in a terminal and in a notebook.
 
     Raises:
         SpecError: The strategy is unknown, or a count is below 1.
+        UnsupportedError: A callback among the observers has methods that nothing here calls.
     """
 
     strategy: str = "adapter_parallel"
@@ -83,7 +93,7 @@ class Engine:
     quotas: Mapping[str, int] = field(default_factory=dict)
     share_executor: bool = True
     output_dir: str | Path = "runs"
-    observers: Sequence[Observer] = ()
+    observers: Sequence[Observer | TrainerCallback] = ()
     is_interrupted: Callable[[], bool] | None = None
     progress: bool | None = None
 
@@ -92,6 +102,7 @@ class Engine:
             raise SpecError(f"strategy: expected one of {', '.join(STRATEGIES)}, found {self.strategy!r}")
         if self.total_gpus is not None and self.total_gpus < 1:
             raise SpecError(f"total_gpus: expected at least 1, found {self.total_gpus}")
+        observers_of(self.observers)
 
     @property
     def _setup(self) -> QueueSetup:
@@ -125,6 +136,7 @@ class Engine:
             TaskInterruptedError, RunWriteError: The run stopped half-way; :meth:`resume` continues it.
         """
         if packing_from is not None:
+            check_has_id([task], "packing_from, which compares names of base models")
             num_ranks = task.num_gpus if self._is_launched(task) else 1
             task = packed_as(portable(task), packing_from, device_name(self._device), num_ranks)
         with self._shown_runner_of(task) as runner:
@@ -146,7 +158,15 @@ class Engine:
         with self._runner_of(task) as runner:
             return runner.plan(task, refresh=refresh)
 
-    def resume(self, run: str | Path, *, num_gpus: int | None = None, trust_remote_code: bool = False) -> TaskResult:
+    def resume(
+        self,
+        run: str | Path,
+        *,
+        num_gpus: int | None = None,
+        trust_remote_code: bool = False,
+        model: PreTrainedModel | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> TaskResult:
         """Resume an interrupted run from its last checkpoint; its result equals that of an uninterrupted run.
 
         A finished run returns its result again; its best adapter and report are written again.
@@ -156,6 +176,7 @@ class Engine:
             num_gpus: Number of GPUs from now on; None keeps the task's.
             trust_remote_code: Allow the Python code that comes with the base model, where the run's task asks for it.
                 The run's own files cannot give this permission: they may come from another person.
+            model, tokenizer: The base model as an object, for a run that began on one; None loads what the run names.
 
         Raises:
             UntrustedCodeError: The task asks for that code, and it is not allowed.
@@ -164,14 +185,14 @@ class Engine:
             RunChangedError: Its base model, data or settings are other ones than it began with.
             AltoError: As :meth:`tune` does.
         """
-        run_dir = RunDir.open(run)
-        if _is_finished(run_dir):
-            with in_background(self.observers) as observers:
-                return TaskResult(self._here(observers).resume(run_dir, trust_remote_code=trust_remote_code))
+        run_dir, objects = RunDir.open(run), given_objects(model, tokenizer)
+        if is_finished(run_dir):
+            with in_background(observers_of(self.observers)) as observers:
+                return TaskResult(self._here(observers, objects).resume(run_dir, trust_remote_code=trust_remote_code))
         task = load_run_task(run_dir, trust_remote_code=trust_remote_code)
         is_other = num_gpus is not None and num_gpus != task.num_gpus
         task = task.replace(num_gpus=num_gpus) if is_other else task
-        with self._shown_runner_of(task) as runner:
+        with self._shown_runner_of(task if objects is None else task.replace(model=objects)) as runner:
             if is_other:
                 with run_dir.locked():
                     run_dir.resolve(task)
@@ -190,9 +211,8 @@ class Engine:
         limits = limits_of(load_config(task.base_model))
         shown = preview_rows(rows, tokenizer, task, num_rows=num_rows, limits=limits)
         skeleton = build_skeleton(task.base_model)
-        return replace(
-            shown, notes=(*shown.notes, *model_notes(skeleton, [job.config for job in task.jobs], task.method))
-        )
+        about_model = model_notes(skeleton, [job.config for job in task.jobs], task.method)
+        return replace(shown, notes=(*task.notes, *shown.notes, *about_model))
 
     def evaluate(
         self,
@@ -254,7 +274,7 @@ class Engine:
             check_metrics(adapter.folder)
         task = target.task
         if base is None:
-            _check_trained_on(target.run_dirs, target.base_model)
+            check_trained_on(target.run_dirs, target.base_model)
         rows = read_heldout_rows(task, dataset)
         result = measure(
             target.adapters,
@@ -394,7 +414,7 @@ class Engine:
 
     @contextlib.contextmanager
     def _queues(self) -> Iterator[QueueRunner]:
-        with in_background(self.observers) as observers:
+        with in_background(observers_of(self.observers)) as observers:
             yield QueueRunner(self._setup, observers=observers, is_interrupted=self.is_interrupted)
 
     @contextlib.contextmanager
@@ -407,14 +427,16 @@ class Engine:
     def _runner_of(self, task: Task, views: Sequence[Observer] = ()) -> Iterator[TaskRunner | LaunchedRunner]:
         """The runner of ``task``: in this process, or with one process per rank."""
         is_launched = self._is_launched(task)
-        with in_background((*self.observers, *views)) as observers:
+        if is_launched:
+            check_has_id([task], "several GPUs (num_gpus)")
+        with in_background((*observers_of(self.observers), *views)) as observers:
             if is_launched:
                 yield LaunchedRunner(observers=observers, is_interrupted=self.is_interrupted)
             else:
-                yield self._here(observers)
+                yield self._here(observers, task.objects)
 
-    def _here(self, observers: Sequence[Observer]) -> TaskRunner:
-        return TaskRunner(observers=observers, is_interrupted=self.is_interrupted)
+    def _here(self, observers: Sequence[Observer], objects: BaseObjects | None = None) -> TaskRunner:
+        return TaskRunner(observers=observers, is_interrupted=self.is_interrupted, objects=objects)
 
     def _is_launched(self, task: Task) -> bool:
         """Whether ``task`` is trained by processes of its own, one for each of its ranks."""
@@ -422,23 +444,3 @@ class Engine:
         most = torch.cuda.device_count() if has_gpus else task.num_gpus
         check_num_gpus(task, self._setup.strategy, most=most, has_gpus=has_gpus)
         return task.num_gpus > 1 and self._setup.strategy != "single"
-
-
-def _check_trained_on(run_dirs: Sequence[Path], base: BaseModelSpec) -> None:
-    """Check that ``base`` is the model that the adapters of runs were trained on."""
-    if not run_dirs:
-        return
-    found = base_fingerprint(base)
-    for run_dir in run_dirs:
-        with contextlib.suppress(RunNotFoundError):  # without the journal there is no fingerprint to compare with
-            resume_state = ResumeState(lines=read_intact_events(RunDir(run_dir).journal_file))
-            remedy = f"put it back as it was, or name the base model that {run_dir} is meant for with --base"
-            check_base(resume_state, found, model=base.id, remedy=remedy)
-
-
-def _is_finished(run_dir: RunDir) -> bool:
-    """Whether nothing is left to be trained."""
-    try:
-        return ResumeState(lines=read_intact_events(run_dir.journal_file)).is_finished
-    except RunNotFoundError:
-        return False

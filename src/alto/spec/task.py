@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
 from pydantic import ConfigDict, Field, PrivateAttr, field_validator
@@ -12,7 +12,9 @@ from alto.errors import SpecError, UnknownKeyError, UnsupportedError
 from alto.records import LabelSet
 from alto.spec.auto_space import AUTO, auto_space
 from alto.spec.base_model import BaseModelSpec, Dtype, quantisation_of
+from alto.spec.base_objects import BaseObjects, Origin, check_object_keys, with_base_objects
 from alto.spec.chat_template import chat_template_text
+from alto.spec.config_objects import with_config_objects
 from alto.spec.data_forms import RowFormName
 from alto.spec.data_keys import DataKeys, OnBadRow, TrainOn, default_name
 from alto.spec.early_exit import EarlyExit
@@ -20,7 +22,7 @@ from alto.spec.job_config import JOB_FIELDS, JobConfig
 from alto.spec.keys import JOB_ALIASES, TASK_ALIASES, canonical_keys
 from alto.spec.labels import check_label_keys, with_task_type
 from alto.spec.method import Method, find_method
-from alto.spec.metric import LOSS, check_metric
+from alto.spec.metric import LOSS, check_metric, check_metric_name
 from alto.spec.mixture import MIXTURE_WEIGHTS, MixtureSource, ordered, parse_sources
 from alto.spec.quoting import quoted
 from alto.spec.row_objects import with_rows_in_files
@@ -69,6 +71,10 @@ class Task(DataKeys):
 
     A job's fields (:class:`JobConfig`, aliases included) and settings of the task's method given beside the task's own
     keys are fixed for every job. The keys about data are those of :class:`DataKeys`.
+
+    Two arguments are objects of Python, which no file has. ``model`` may be a loaded ``transformers.PreTrainedModel``,
+    with its ``tokenizer`` beside it, for a run in this process. ``config`` is a configuration of PEFT, transformers or
+    TRL, or a list of them; it sets the keys that are not given themselves.
 
     Attributes:
         method: ``sft`` learns replies; ``dpo``, ``orpo`` and ``cpo`` learn from pairs which of two is preferred,
@@ -162,8 +168,11 @@ class Task(DataKeys):
     _method: Method = PrivateAttr()
     _fixed: dict[str, Any] = PrivateAttr()
     _jobs: tuple[Job, ...] = PrivateAttr()
+    _origin: Origin = PrivateAttr()
 
     def __init__(self, /, **values: Any) -> None:
+        values, objects = with_base_objects(values)
+        values, notes = with_config_objects(values)
         values = with_task_type(values)
         method = _method_of(values)
         given = with_rows_in_files(method.without_others(_canonical(values, method)))
@@ -179,6 +188,9 @@ class Task(DataKeys):
         given.setdefault("name", default_name(given.get("dataset")))
         check_given_once(given, fixed)
         super().__init__(**given)
+        self._origin = Origin(objects=objects, notes=notes)
+        if objects is not None:
+            check_object_keys(self, objects)
         check_splits(self.validation_split, self.test_split)
         check_metric(self.metric, self.method, method.entry.scores)
         check_fixed(fixed, self.search_space, method)
@@ -194,6 +206,11 @@ class Task(DataKeys):
         check_mixture(self)
         check_scored_rungs(self.scoring, self.early_exit, self.search)
         check_size(self.to_dict())
+
+    @field_validator("metric", mode="before")
+    @classmethod
+    def _check_metric(cls, value: Any) -> Any:
+        return check_metric_name(value)
 
     @field_validator("report_to", mode="before")
     @classmethod
@@ -237,7 +254,19 @@ class Task(DataKeys):
             use_safetensors=self.use_safetensors,
             trust_remote_code=self.trust_remote_code,
             chat_template=None if self.chat_template is None else chat_template_text(self.chat_template),
+            objects=self.objects,
         )
+
+    @property
+    def objects(self) -> BaseObjects | None:
+        """The base model and its tokenizer, where they were given as objects. They are no key: the task is written
+        without them."""
+        return self._origin.objects
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What became of settings of ``config`` that are not taken over as they are, as sentences."""
+        return self._origin.notes
 
     @property
     def scoring(self) -> Scoring | None:
@@ -293,11 +322,13 @@ class Task(DataKeys):
         return write_yaml(self.to_dict())
 
     def replace(self, **changes: Any) -> Self:
-        """A new, fully checked task with some keys changed; the two ways to validate, or to test, replace each other.
+        """A new, fully checked task with some keys changed; the two ways to validate, or to test, replace each other. A
+        model that is an object stays, where no other model is named.
 
         Raises:
             SpecError: As the constructor does.
         """
+        changes, objects = with_base_objects(changes)
         changes = _canonical(changes, _method_of({"method": self.method, **changes}))
         kept = self.to_dict()
         for what in ("validation", "test"):
@@ -305,7 +336,11 @@ class Task(DataKeys):
                 kept.pop(f"{what}_split")
             if changes.get(f"{what}_split") is not None:
                 kept.pop(f"{what}_dataset")
-        return type(self)(**(kept | changes))
+        objects = objects if "model" in changes else self.objects
+        model = {} if objects is None else {"model": objects}
+        found = type(self)(**(kept | changes | model))
+        found._origin = replace(found._origin, notes=self.notes)
+        return found
 
 
 TASK_FIELDS: tuple[str, ...] = tuple(Task.model_fields)

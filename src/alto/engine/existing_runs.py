@@ -1,0 +1,35 @@
+"""What a run on disk says of itself, before anything is done with it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from alto.backbone import base_fingerprint
+from alto.errors import RunNotFoundError
+from alto.executor import ResumeState, check_base
+from alto.runs import RunDir, read_intact_events
+from alto.spec import BaseModelSpec
+
+__all__ = ["check_trained_on", "is_finished"]
+
+
+def check_trained_on(run_dirs: Sequence[Path], base: BaseModelSpec) -> None:
+    """Check that ``base`` is the model that the adapters of runs were trained on."""
+    if not run_dirs:
+        return
+    found = base_fingerprint(base)
+    for run_dir in run_dirs:
+        with contextlib.suppress(RunNotFoundError):  # without the journal there is no fingerprint to compare with
+            resume_state = ResumeState(lines=read_intact_events(RunDir(run_dir).journal_file))
+            remedy = f"put it back as it was, or name the base model that {run_dir} is meant for with --base"
+            check_base(resume_state, found, model=base.id, remedy=remedy)
+
+
+def is_finished(run_dir: RunDir) -> bool:
+    """Whether nothing is left to be trained."""
+    try:
+        return ResumeState(lines=read_intact_events(run_dir.journal_file)).is_finished
+    except RunNotFoundError:
+        return False
