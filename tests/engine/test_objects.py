@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import alto
+from alto.backbone.named_base import NamedBase
 from alto.errors import (
     ModelNotFoundError,
     RunChangedError,
@@ -194,6 +195,16 @@ def test_a_run_is_resumed_with_the_object(folder: Path, tmp_path: Path, is_chang
     assert again.best_validation_loss == result.best_validation_loss
 
 
+def test_a_run_that_began_on_an_object_without_a_name_stays_one(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files that have come meanwhile have a fingerprint of their own."""
+    model, tokenizer, run, _ = interrupted(folder, tmp_path, is_changed=True)
+    named = NamedBase(model=str(folder), dtype="float32", chat_template=None)
+    monkeypatch.setattr("alto.engine.objects.find_named_base", lambda objects: named)
+    assert alto.Engine().resume(run, model=model, tokenizer=tokenizer).best_job
+
+
 def test_without_the_object_a_run_is_resumed_only_by_name(folder: Path, tmp_path: Path) -> None:
     *_, run, _ = interrupted(folder, tmp_path, is_changed=False)
     assert alto.Engine().resume(run).best_job
@@ -290,10 +301,13 @@ def test_a_reference_of_an_object_is_not_taken_from_another(folder: Path, tmp_pa
     """The fingerprint samples weights, so what was computed with an object is not kept for later tasks."""
     rows = [{"prompt": f"{n}?", "chosen": f" {n} yes", "rejected": f" {n} no"} for n in range(8)]
     model, tokenizer = load(folder)
+    changed(model)
     keys: dict[str, Any] = {"dataset": rows, "method": "dpo", "max_steps": 2, "report_to": "none", **LIMITS}
-    found = []
+    started = []
     for _ in range(2):
-        changed(model)
         result = alto.Engine(output_dir=tmp_path / "runs").tune(alto.Task(model=model, tokenizer=tokenizer, **keys))
-        found.append(read_journal(result.run_dir)[0]["references"]["is_cached"])
-    assert found == [False, False]
+        started.append(read_journal(result.run_dir)[0])
+        with torch.no_grad():
+            model.get_input_embeddings().weight[100] += 1  # between the windows that a fingerprint reads
+    assert started[0]["base"]["weights"] == started[1]["base"]["weights"]
+    assert [one["references"]["is_cached"] for one in started] == [False, False]
