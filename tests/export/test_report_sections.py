@@ -227,6 +227,7 @@ def test_vllm_is_asked_for_a_rank_it_has(small_run, write_run, rank, asked):
 
 # -- two runs --------------------------------------------------------------------------------------------------------
 
+RATES = {"learning_rate": (1e-4, 2e-4)}
 FACTS = {
     "validation loss": (1.9, 2.2),
     "samples saved": (0.5, 0.25),
@@ -245,7 +246,9 @@ def two_runs(small_run, judged_run, write_run, tmp_path) -> tuple[str, str]:
 
 
 def test_two_runs_are_one_page(two_runs, tmp_path):
-    path = write_comparison(tmp_path / "page.html", two_runs, FACTS, {"learning_rate": (1e-4, 2e-4)}, same_data=False)
+    path = write_comparison(
+        tmp_path / "page.html", two_runs, FACTS, {"learning_rate": (1e-4, 2e-4)}, same_data=False, same_loss=True
+    )
     page = Page(path.read_text(encoding="utf-8"))
     for expected in ("first and second", "1.9000", "50 %", "1 h 01 min", "lr", "2e-4", "cannot be compared", HOSTILE):
         assert expected in page.text
@@ -259,7 +262,7 @@ def test_two_runs_are_one_page(two_runs, tmp_path):
 def test_samples_of_other_prompts_are_not_compared(two_runs, small_run, tmp_path):
     other = with_samples(small_run, {**SAMPLE, "prompt": "another"})
     Path(two_runs[0], "journal.jsonl").write_text("".join(json.dumps(event) + "\n" for event in other))
-    path = write_comparison(tmp_path / "page.html", two_runs, FACTS, {}, same_data=None)
+    path = write_comparison(tmp_path / "page.html", two_runs, FACTS, {}, same_data=None, same_loss=True)
     page = Page(path.read_text(encoding="utf-8"))
     assert page.tags.count("article") == 0
     assert "The best jobs have the same configuration." in page.text
@@ -267,4 +270,4 @@ def test_samples_of_other_prompts_are_not_compared(two_runs, small_run, tmp_path
 
 def test_a_page_that_cannot_be_written_is_a_named_error(two_runs, tmp_path):
     with pytest.raises(RunWriteError, match=r"html: expected a file that can be written"):
-        write_comparison(tmp_path / "absent" / "page.html", two_runs, FACTS, {}, same_data=True)
+        write_comparison(tmp_path / "absent" / "page.html", two_runs, FACTS, {}, same_data=True, same_loss=True)

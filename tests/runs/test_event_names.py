@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).parents[2] / "src" / "alto"
 
 OTHER_MEANINGS: Mapping[str, set[str]] = {
     "cli/app.py": {"eval"},  # the command
+    "cli/export.py": {"train"},  # commands of other tools
     "cli/simulate.py": {"planned"},  # a key of its JSON
     "cli/tune.py": {"train"},  # a word of its help
     "data/presets.py": {"train"},  # splits of datasets
@@ -24,6 +25,8 @@ OTHER_MEANINGS: Mapping[str, set[str]] = {
     "export/job_grid.py": {"train"},
     "export/preview.py": {"train"},
     "export/report.py": {"train"},
+    "exporting/tool_data.py": {"train"},
+    "exporting/tool_keys.py": {"train"},
     "importing/sources.py": {"train"},
     "spec/row_objects.py": {"eval", "train"},
 }

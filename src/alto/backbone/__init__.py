@@ -1,9 +1,15 @@
 """The frozen base model: loading, padding-free attention, chunked loss head."""
 
 from alto.backbone.backbone import Backbone
+from alto.backbone.borrowing import borrowed
 from alto.backbone.classifier import check_classifier, classifier_of
 from alto.backbone.embeddings import changed_embeddings
-from alto.backbone.fingerprint import base_differences, base_fingerprint, tokenizer_fingerprint
+from alto.backbone.fingerprint import (
+    base_differences,
+    base_fingerprint,
+    object_fingerprint,
+    tokenizer_fingerprint,
+)
 from alto.backbone.limits import limits_of
 from alto.backbone.load import (
     SHIPPED_MODELS,
@@ -15,6 +21,7 @@ from alto.backbone.load import (
     resolve_model,
 )
 from alto.backbone.memory import device_name, is_out_of_memory, release_memory
+from alto.backbone.named_base import find_named_base
 from alto.backbone.plain_layers import dequantised
 from alto.backbone.router_loss import (
     check_router_loss,
@@ -31,6 +38,7 @@ __all__ = [
     "Backbone",
     "base_differences",
     "base_fingerprint",
+    "borrowed",
     "build_skeleton",
     "changed_embeddings",
     "check_classifier",
@@ -39,6 +47,7 @@ __all__ = [
     "config_notes",
     "dequantised",
     "device_name",
+    "find_named_base",
     "is_out_of_memory",
     "limits_of",
     "load_backbone",
@@ -46,6 +55,7 @@ __all__ = [
     "load_network",
     "load_tokenizer",
     "loading_class",
+    "object_fingerprint",
     "recorded_routers",
     "release_memory",
     "resolve_model",

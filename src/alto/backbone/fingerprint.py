@@ -15,6 +15,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
@@ -22,7 +25,14 @@ from alto.backbone.load import resolve_model
 from alto.backbone.reading import reading
 from alto.spec import BaseModelSpec
 
-__all__ = ["base_differences", "base_fingerprint", "tokenizer_fingerprint"]
+__all__ = [
+    "base_differences",
+    "base_fingerprint",
+    "named_tensors",
+    "object_fingerprint",
+    "tokenizer_fingerprint",
+    "weight_files",
+]
 
 WHOLE_BYTES = 64 * 1024
 """Tensors up to this size are digested whole; larger ones in `NUM_WINDOWS` windows of `WINDOW_BYTES`, the first at
@@ -42,18 +52,35 @@ _TOP_BYTES = 8
 
 _LFS_POINTER = b"version https://git-lfs"
 
+_FILE_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""Types of numbers as safetensors names them."""
+
 
 def base_fingerprint(spec: BaseModelSpec) -> dict[str, Any]:
     """The fingerprint of a base model that can be loaded, in plain values: JSON keeps it as it is.
 
     ``weights`` is a digest of every tensor's name, type, shape and sampled numbers, ``config`` of ``config.json``,
     ``code`` of the Python files beside it where they are what is run; ``commit`` is the hub's. ``files`` has the size
-    and the modification time (nanoseconds) of each file of weights, for information only.
+    and the modification time (nanoseconds) of each file of weights, for information only. Of a model that is an object
+    it is what :func:`object_fingerprint` gave before anything was trained on it.
 
     Raises:
         ModelNotFoundError: A file cannot be read.
         ModelError: A file has another format than its name says.
     """
+    if spec.objects is not None and not spec.is_loadable:
+        assert spec.objects.fingerprint is not None, "alto.engine finds it"
+        return dict(spec.objects.fingerprint)
     path = resolve_model(spec.id)
     with reading(spec.id, path, "the files that it was loaded from", "copy or download the model again"):
         folder = _folder(spec.id)
@@ -76,7 +103,7 @@ def tokenizer_fingerprint(spec: BaseModelSpec) -> str | None:
 
 
 def _fingerprint(folder: Path, code: list[bytes], *, use_safetensors: bool) -> dict[str, Any]:
-    files = _weight_files(folder, use_safetensors=use_safetensors)
+    files = weight_files(folder, use_safetensors=use_safetensors)
     return {
         "weights": _digest(sorted(piece for file in files for piece in _tensors(file))),
         "config": _digest([_config(folder)]),
@@ -84,6 +111,42 @@ def _fingerprint(folder: Path, code: list[bytes], *, use_safetensors: bool) -> d
         "commit": _commit(folder),
         "files": {file.name: [(stat := file.stat()).st_size, stat.st_mtime_ns] for file in files},
     }
+
+
+def object_fingerprint(model: PreTrainedModel) -> dict[str, Any]:
+    """The fingerprint of a model in memory: the one that it has when it is saved with ``save_pretrained``, where that
+    keeps the names of its weights.
+
+    Args:
+        model: Without adapters.
+    """
+    config = json.loads(model.config.to_json_string())
+    config |= {"architectures": [type(model).__name__], "dtype": str(model.dtype).removeprefix("torch.")}
+    return {
+        "weights": _digest(sorted(_in_memory(name, tensor) for name, tensor in named_tensors(model).items())),
+        "config": _digest([_config_bytes(config)]),
+        "code": None,
+        "commit": None,
+        "files": {},
+    }
+
+
+def named_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The weights of a model by their names, each once: tied ones under the first of their names."""
+    found: dict[tuple[Any, ...], tuple[str, Tensor]] = {}
+    for name, tensor in model.state_dict().items():
+        place = (tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else (name,)
+        found.setdefault(place, (name, tensor))
+    return dict(found.values())
+
+
+def _in_memory(name: str, tensor: Tensor) -> bytes:
+    """The digest of a tensor, as :func:`_safetensors` gives it for one in a file."""
+    digest = hashlib.sha256(f"{name} {_FILE_DTYPES.get(tensor.dtype, tensor.dtype)} {list(tensor.shape)}".encode())
+    numbers = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    for offset, size in _windows(tensor.nbytes):
+        digest.update(numbers[offset : offset + size].cpu().numpy().tobytes())
+    return digest.digest()
 
 
 def base_differences(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
@@ -122,7 +185,7 @@ def _commit(folder: Path) -> str | None:
     return folder.name if folder.parent.name == "snapshots" else None
 
 
-def _weight_files(folder: Path, *, use_safetensors: bool) -> list[Path]:
+def weight_files(folder: Path, *, use_safetensors: bool = True) -> list[Path]:
     """The files that are read, as transformers chooses them."""
     single, index = (
         (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME) if use_safetensors else (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
@@ -136,7 +199,10 @@ def _weight_files(folder: Path, *, use_safetensors: bool) -> list[Path]:
 
 
 def _config(folder: Path) -> bytes:
-    config = json.loads((folder / "config.json").read_text("utf-8"))
+    return _config_bytes(json.loads((folder / "config.json").read_text("utf-8")))
+
+
+def _config_bytes(config: Mapping[str, Any]) -> bytes:
     kept = {key: value for key, value in config.items() if key not in _NO_PART_OF_IT}
     return json.dumps(kept, sort_keys=True).encode()
 

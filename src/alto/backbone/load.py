@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 from collections.abc import Mapping
 from importlib import resources
@@ -22,6 +23,7 @@ from alto.backbone.sharded_load import load_sharded
 from alto.errors import ModelError, ModelNotFoundError, UnsupportedError
 from alto.spec import BaseModelSpec
 from alto.spec.base_model import LOAD_IN_4BIT
+from alto.spec.base_objects import is_object_name
 
 __all__ = [
     "SHIPPED_MODELS",
@@ -49,8 +51,14 @@ def resolve_model(model: str) -> str:
     """The argument of ``from_pretrained`` for ``model``: a shipped model's folder, a local folder, or a hub id.
 
     Raises:
-        ModelNotFoundError: It is nearly a shipped model's name.
+        ModelNotFoundError: It is nearly a shipped model's name, or the name of a model that was given as an object.
     """
+    if is_object_name(model):
+        raise ModelNotFoundError(
+            f"model: expected a model that this process can load, found {model}, which was given to alto.Task as an "
+            "object and has no name that loads it; give the object again: engine.resume(RUN, model=…, tokenizer=…), "
+            "result.load_best(model=…); or write it to a folder with save_pretrained, and name the folder"
+        )
     if model in SHIPPED_MODELS:
         return str(resources.files("alto") / "assets" / model)
     folder = Path(model).expanduser()
@@ -72,7 +80,8 @@ def load_backbone(
     """Load a causal LM and its tokenizer, freeze it, and make its forward pass padding-free.
 
     Args:
-        spec: Which base model, and in what precision.
+        spec: Which base model, and in what precision. One that is an object is changed: see
+            :func:`alto.backbone.borrowed`.
         device: Device of its weights.
         mesh: The ranks to shard it over: each keeps a part, and all run the same number of forward passes. None keeps
             it whole.
@@ -95,7 +104,7 @@ def load_backbone(
     return Backbone(
         load_network(spec, device=device, mesh=mesh),
         tokenizer,
-        resolve_model(spec.id),
+        resolve_model(spec.id) if spec.is_loadable else spec.id,
         gradient_checkpointing=gradient_checkpointing,
         torch_compile=spec.torch_compile,
     )
@@ -103,15 +112,19 @@ def load_backbone(
 
 def load_tokenizer(spec: BaseModelSpec) -> Any:
     """The tokenizer of a base model; no weights are read. Raises as :func:`load_backbone` does."""
-    config, path = load_config(spec), resolve_model(spec.id)
-    remedy = "save the tokenizer the model was trained with beside it (tokenizer.save_pretrained)"
-    with reading(spec.id, path, "a tokenizer (tokenizer.json, tokenizer_config.json)", remedy):
-        tokenizer = AutoTokenizer.from_pretrained(path, config=config, trust_remote_code=spec.trust_remote_code)
+    tokenizer = copy.deepcopy(spec.objects.tokenizer) if spec.objects is not None else _read_tokenizer(spec)
     if spec.chat_template is not None:
         _check_template(spec.chat_template)
         tokenizer.chat_template = spec.chat_template
     _check_offsets(spec.id, tokenizer)
     return tokenizer
+
+
+def _read_tokenizer(spec: BaseModelSpec) -> Any:
+    config, path = load_config(spec), resolve_model(spec.id)
+    remedy = "save the tokenizer the model was trained with beside it (tokenizer.save_pretrained)"
+    with reading(spec.id, path, "a tokenizer (tokenizer.json, tokenizer_config.json)", remedy):
+        return AutoTokenizer.from_pretrained(path, config=config, trust_remote_code=spec.trust_remote_code)
 
 
 def _check_template(text: str) -> None:
@@ -149,6 +162,10 @@ def load_network(
 ) -> PreTrainedModel:
     """The model itself on ``device``, with its own forward pass; ``spec``, ``mesh`` and errors as in
     :func:`load_backbone`."""
+    if spec.objects is not None:
+        assert mesh is None, "the engine refuses several GPUs"
+        given: PreTrainedModel = spec.objects.model
+        return given
     model, config, path = spec.id, load_config(spec), resolve_model(spec.id)
     device = torch.device(device)
     if mesh is not None:
@@ -223,6 +240,10 @@ def _check_shardable(spec: BaseModelSpec, config: PreTrainedConfig) -> None:
 
 def load_config(spec: BaseModelSpec) -> PreTrainedConfig:
     """The configuration of a base model. Raises as :func:`load_backbone` does."""
+    if spec.objects is not None:
+        own: PreTrainedConfig = spec.objects.model.config
+        check_is_causal(spec.id, own)
+        return own
     model, path = spec.id, resolve_model(spec.id)
     if Path(path).is_dir():
         if not (Path(path) / "config.json").is_file():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
-from alto.backbone.load import load_config, resolve_model
+from alto.backbone.load import load_config, load_network, resolve_model
 from alto.backbone.model_class import auto_class
 from alto.backbone.reading import reading
 from alto.backbone.sharded_load import parameters_on_meta
@@ -14,12 +14,14 @@ __all__ = ["build_skeleton"]
 
 
 def build_skeleton(spec: BaseModelSpec) -> PreTrainedModel:
-    """The modules of a base model; no weights are read, and none take memory.
+    """The modules of a base model; no weights are read, and none take memory. One that is an object is itself returned.
 
     Raises:
         ModelNotFoundError: There is no model of that name, or its configuration is missing.
         ModelError: Its configuration is not that of a causal LM, or needs ``trust_remote_code``.
     """
+    if spec.objects is not None:
+        return load_network(spec)
     config, path = load_config(spec), resolve_model(spec.id)
     what = "config.json of a causal language model"
     with reading(spec.id, path, what, "use a base model that transformers supports"), parameters_on_meta():

@@ -7,26 +7,28 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from alto.backbone import build_skeleton, device_name, limits_of, load_config, load_tokenizer
-from alto.data import preview_rows, read_task_rows
+from alto.backbone import device_name
 from alto.engine.evaluating import evaluate_adapters
+from alto.engine.existing_runs import is_finished
 from alto.engine.exports import find_winner
 from alto.engine.gpus import STRATEGIES, check_num_gpus
 from alto.engine.launched import LaunchedRunner
+from alto.engine.objects import check_has_id, given_objects
 from alto.engine.packing import packed_as
+from alto.engine.previewing import preview_task
 from alto.engine.queue_setup import QueueSetup
 from alto.engine.queues import QueueRunner
 from alto.engine.refit import refit_folder, refit_task
 from alto.engine.runner import TaskRunner, portable
 from alto.engine.showing import show_result, shown
-from alto.engine.start import with_start
 from alto.engine.task_queue import TaskQueue
-from alto.errors import RunNotFoundError, SpecError
+from alto.engine.trainer_callbacks import observers_of
+from alto.errors import SpecError
 from alto.evaluation import EvaluationSettings, OnProgress
-from alto.executor import ResumeState, model_notes
 from alto.exporting import ExportSettings, check_before, write_export
 from alto.records import (
     DataPreview,
@@ -40,8 +42,12 @@ from alto.records import (
     TaskPlan,
 )
 from alto.results import TaskResult
-from alto.runs import Mailbox, Observer, RunDir, in_background, load_run_task, read_intact_events
+from alto.runs import Observer, RunDir, in_background, load_run_task
 from alto.spec import EarlyExit, Task
+from alto.spec.base_objects import BaseObjects
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
 __all__ = ["Engine"]
 
@@ -72,13 +78,15 @@ class Engine:
             resumed shows them its past first, each entry with ``is_replayed``. Where ranks are lost and started again,
             what they had written since their last checkpoint is shown again. Of many tasks they are shown a
             `TaskMeasured` of each that is measured before the queue begins, then the queue's entries, and every entry
-            of a task in a `TaskRelayed`.
+            of a task in a `TaskRelayed`. A ``transformers.TrainerCallback`` is called for every job instead, see
+            :class:`alto.engine.trainer_callbacks.CallbackObserver`.
         is_interrupted: Called between steps; once it returns true, what runs stops and can be resumed.
         progress: Whether :meth:`tune` and :meth:`resume` show the run and its table of jobs on the standard output.
             None shows them in a terminal and in a notebook.
 
     Raises:
         SpecError: The strategy is unknown, or a count is below 1.
+        UnsupportedError: A callback among the observers has methods that nothing here calls.
     """
 
     strategy: str = "adapter_parallel"
@@ -87,7 +95,7 @@ class Engine:
     quotas: Mapping[str, int] = field(default_factory=dict)
     share_executor: bool = True
     output_dir: str | Path = "runs"
-    observers: Sequence[Observer] = ()
+    observers: Sequence[Observer | TrainerCallback] = ()
     is_interrupted: Callable[[], bool] | None = None
     progress: bool | None = None
 
@@ -96,6 +104,7 @@ class Engine:
             raise SpecError(f"strategy: expected one of {', '.join(STRATEGIES)}, found {self.strategy!r}")
         if self.total_gpus is not None and self.total_gpus < 1:
             raise SpecError(f"total_gpus: expected at least 1, found {self.total_gpus}")
+        observers_of(self.observers)
 
     @property
     def _setup(self) -> QueueSetup:
@@ -129,9 +138,10 @@ class Engine:
             TaskInterruptedError, RunWriteError: The run stopped half-way; :meth:`resume` continues it.
         """
         if packing_from is not None:
+            check_has_id([task], "packing_from, which compares names of base models")
             num_ranks = task.num_gpus if self._is_launched(task) else 1
             task = packed_as(portable(task), packing_from, device_name(self._device), num_ranks)
-        with self._shown_runner_of(task) as runner:
+        with self._runner_of(task, progress=self.progress) as runner:
             result = TaskResult(runner.begin(task, Path(self.output_dir)))
         show_result(result, self.progress)
         return result
@@ -147,10 +157,18 @@ class Engine:
             AltoError: What is wrong with the task, its data or its model.
             DeviceMemoryError: The task cannot fit; the message states what does.
         """
-        with self._runner_of(task) as runner:
+        with self._runner_of(task, progress=False) as runner:
             return runner.plan(task, refresh=refresh)
 
-    def resume(self, run: str | Path, *, num_gpus: int | None = None, trust_remote_code: bool = False) -> TaskResult:
+    def resume(
+        self,
+        run: str | Path,
+        *,
+        num_gpus: int | None = None,
+        trust_remote_code: bool = False,
+        model: PreTrainedModel | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> TaskResult:
         """Resume an interrupted run from its last checkpoint; its result equals that of an uninterrupted run.
 
         A finished run returns its result again. Where a command waits that clones or resumes one of its jobs
@@ -161,6 +179,7 @@ class Engine:
             num_gpus: Number of GPUs from now on; None keeps the task's.
             trust_remote_code: Allow the Python code that comes with the base model, where the run's task asks for it.
                 The run's own files cannot give this permission: they may come from another person.
+            model, tokenizer: The base model as an object, for a run that began on one; None loads what the run names.
 
         Raises:
             UntrustedCodeError: The task asks for that code, and it is not allowed.
@@ -169,16 +188,18 @@ class Engine:
             RunChangedError: Its base model, data or settings are other ones than it began with.
             AltoError: As :meth:`tune` does.
         """
-        run_dir = RunDir.open(run)
-        if _is_finished(run_dir):
-            with in_background(self.observers) as observers:
-                result = TaskResult(self._here(observers).resume(run_dir, trust_remote_code=trust_remote_code))
+        run_dir, objects = RunDir.open(run), given_objects(model, tokenizer)
+        if is_finished(run_dir):
+            with in_background(observers_of(self.observers)) as observers:
+                here = self._here(observers, objects)
+                result = TaskResult(here.resume(run_dir, trust_remote_code=trust_remote_code))
             show_result(result, self.progress)
             return result
         task = load_run_task(run_dir, trust_remote_code=trust_remote_code)
         is_other = num_gpus is not None and num_gpus != task.num_gpus
         task = task.replace(num_gpus=num_gpus) if is_other else task
-        with self._shown_runner_of(task) as runner:
+        shown_task = task if objects is None else task.replace(model=objects)
+        with self._runner_of(shown_task, progress=self.progress) as runner:
             if is_other:
                 with run_dir.locked():
                     run_dir.resolve(task)
@@ -212,15 +233,7 @@ class Engine:
         Raises:
             AltoError: What is wrong with the data, or with the model's tokenizer.
         """
-        task = with_start(task)
-        rows = read_task_rows(task)
-        tokenizer = load_tokenizer(task.base_model)
-        limits = limits_of(load_config(task.base_model))
-        shown = preview_rows(rows, tokenizer, task, num_rows=num_rows, limits=limits)
-        skeleton = build_skeleton(task.base_model)
-        return replace(
-            shown, notes=(*shown.notes, *model_notes(skeleton, [job.config for job in task.jobs], task.method))
-        )
+        return preview_task(task, num_rows=num_rows)
 
     def evaluate(
         self,
@@ -319,10 +332,10 @@ class Engine:
         )
         folder = Path(to).expanduser().resolve()
         check_before(folder, settings)
-        winner = find_winner(
+        found = find_winner(
             Path(target), job=job, base=base, trust_remote_code=trust_remote_code, needs_rows=config is not None
         )
-        return write_export(winner, folder, settings)
+        return write_export(found, folder, settings)
 
     def schedule(self, tasks: Sequence[Task], method: str = "cp-sat", *, refresh: bool = False) -> Schedule:
         """Which of ``tasks`` runs on which GPUs, and when, so that all are done soonest.
@@ -411,27 +424,23 @@ class Engine:
 
     @contextlib.contextmanager
     def _queues(self) -> Iterator[QueueRunner]:
-        with in_background(self.observers) as observers:
+        with in_background(observers_of(self.observers)) as observers:
             yield QueueRunner(self._setup, observers=observers, is_interrupted=self.is_interrupted)
 
     @contextlib.contextmanager
-    def _shown_runner_of(self, task: Task) -> Iterator[TaskRunner | LaunchedRunner]:
-        """The runner of ``task``, which is shown while it runs."""
-        with shown(self.progress) as views, self._runner_of(task, views) as runner:
-            yield runner
-
-    @contextlib.contextmanager
-    def _runner_of(self, task: Task, views: Sequence[Observer] = ()) -> Iterator[TaskRunner | LaunchedRunner]:
-        """The runner of ``task``: in this process, or with one process per rank."""
+    def _runner_of(self, task: Task, *, progress: bool | None) -> Iterator[TaskRunner | LaunchedRunner]:
+        """The runner of ``task``: in this process, or with one process per rank; ``progress`` as of the engine."""
         is_launched = self._is_launched(task)
-        with in_background((*self.observers, *views)) as observers:
+        if is_launched:
+            check_has_id([task], "several GPUs (num_gpus)")
+        with shown(progress) as views, in_background((*observers_of(self.observers), *views)) as observers:
             if is_launched:
                 yield LaunchedRunner(observers=observers, is_interrupted=self.is_interrupted)
             else:
-                yield self._here(observers)
+                yield self._here(observers, task.objects)
 
-    def _here(self, observers: Sequence[Observer]) -> TaskRunner:
-        return TaskRunner(observers=observers, is_interrupted=self.is_interrupted)
+    def _here(self, observers: Sequence[Observer], objects: BaseObjects | None = None) -> TaskRunner:
+        return TaskRunner(observers=observers, is_interrupted=self.is_interrupted, objects=objects)
 
     def _is_launched(self, task: Task) -> bool:
         """Whether ``task`` is trained by processes of its own, one for each of its ranks."""
@@ -439,12 +448,3 @@ class Engine:
         most = torch.cuda.device_count() if has_gpus else task.num_gpus
         check_num_gpus(task, self._setup.strategy, most=most, has_gpus=has_gpus)
         return task.num_gpus > 1 and self._setup.strategy != "single"
-
-
-def _is_finished(run_dir: RunDir) -> bool:
-    """Whether nothing is left to be trained, also by a command that waits."""
-    try:
-        lines = read_intact_events(run_dir.journal_file)
-        return ResumeState(lines=lines, extends_run=Mailbox(run_dir).extends_run).is_finished
-    except RunNotFoundError:
-        return False

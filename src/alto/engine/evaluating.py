@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from alto.data import read_heldout_rows
-from alto.engine.trained_base import check_trained_on
+from alto.engine.existing_runs import check_trained_on
 from alto.evaluation import EvaluationSettings, OnProgress, add_evaluation, check_metrics, find_target, measure
 from alto.executor.profiling import USUAL_TOKENS_PER_PASS
 from alto.export import write_report

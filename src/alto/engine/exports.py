@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from alto.data import read_task_rows
-from alto.engine.trained_base import check_trained_on
+from alto.engine.existing_runs import check_trained_on
 from alto.errors import RunError, RunNotFoundError, SpecError
 from alto.evaluation import adapter_folder, best_of_jobs, chat_template_beside
 from alto.export.adapter import LABELS_NAME

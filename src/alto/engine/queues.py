@@ -22,6 +22,7 @@ from alto.data import read_task_rows
 from alto.engine.estimates import base_key
 from alto.engine.gpus import STRATEGIES
 from alto.engine.measuring import Measurement
+from alto.engine.objects import IN_A_QUEUE, check_has_id
 from alto.engine.queue_results import write_report_of
 from alto.engine.queue_setup import QueueSetup, unique_names
 from alto.engine.runner import portable
@@ -202,6 +203,7 @@ class QueueRunner:
         method: str | None = None,
         trusts_commands: bool = False,
     ) -> Iterator[TaskQueue]:
+        check_has_id(tasks, IN_A_QUEUE)
         names = unique_names(tasks)
         placements = {placement.task: placement for placement in schedule.placements}
         if set(placements) != set(names):
@@ -313,6 +315,7 @@ def _intake(setup: QueueSetup, cluster: Cluster, *, trusted: Collection[str], tr
 def _read(tasks: Sequence[Task]) -> list[Task]:
     """``tasks`` with absolute paths, so that any process can run them; errors in their rows are raised here, by
     name."""
+    check_has_id(tasks, IN_A_QUEUE)
     found = [portable(task) for task in tasks]
     for task in found:
         read_task_rows(task)

@@ -16,6 +16,7 @@ import torch
 
 from alto.backbone import SHIPPED_MODELS, Backbone, base_fingerprint, limits_of, loading_class, resolve_model
 from alto.data import ReadRows, read_task_rows
+from alto.engine.objects import borrowing
 from alto.engine.resident_base import ResidentBase
 from alto.engine.start import read_start, with_start
 from alto.errors import AltoError, RunWriteError
@@ -56,6 +57,7 @@ from alto.search import check_installed
 from alto.spec import MixtureSource, Task, read_run_task
 from alto.spec.auto_space import auto_space
 from alto.spec.base_model import quantisation_keys
+from alto.spec.base_objects import BaseObjects
 from alto.trackers import Tracker, chosen_trackers, tracking
 
 __all__ = ["OpenRun", "TaskRunner", "portable"]
@@ -73,6 +75,7 @@ class TaskRunner:
         observers, is_interrupted: As :class:`alto.Engine` takes them.
         ranks: This process among those that train the task together.
         resident_base: Keeps the base model for other tasks; None loads it for each task.
+        objects: The base model of runs that are resumed, where it is given as an object; None loads the one they name.
     """
 
     def __init__(
@@ -82,16 +85,22 @@ class TaskRunner:
         is_interrupted: Callable[[], bool] | None = None,
         ranks: Ranks | None = None,
         resident_base: ResidentBase | None = None,
+        objects: BaseObjects | None = None,
     ) -> None:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._observers = tuple(observers)
         self._is_interrupted = is_interrupted or (lambda: False)
         self.ranks = ranks or Ranks()
         self._resident_base = resident_base
+        self._objects = objects
 
     def begin(self, task: Task, output_dir: Path) -> TaskOutcome:
         """Train ``task`` in a new run directory."""
-        prepared = self._packed(self._prepare(portable(task), ResumeState()))
+        with borrowing(task, self.device) as found:
+            return self._begun(portable(found), output_dir)
+
+    def _begun(self, task: Task, output_dir: Path) -> TaskOutcome:
+        prepared = self._packed(self._prepare(task, ResumeState()))
         run_dir = RunDir.create(output_dir, prepared.context.task)
         with run_dir.locked(), self._session(prepared, run_dir, ResumeState()) as run:
             run_alone(run.session)
@@ -130,33 +139,43 @@ class TaskRunner:
             if resume_state.is_finished:
                 run = OpenRun()
                 yield run
-                run.finish(self._conclude(read_run_task(run_dir.task_file), run_dir))
+                task = read_run_task(run_dir.task_file)
+                run.finish(self._conclude(task if task.base_model.is_loadable else self._given(task), run_dir))
                 return
-            task = load_run_task(run_dir, trust_remote_code=trust_remote_code)
-            prepared = self._prepare(task, resume_state)
-            if resume_state.lines and resume_state.base is None:
-                resume_state = replace(
-                    resume_state, notes=(*resume_state.notes, _UNKNOWN_BASE.format(model=task.model))
-                )
-            bank = bank_of(prepared.context) if bank_of is not None else None
-            if not resume_state.lines:
-                try:
-                    prepared = self._packed(prepared)
-                finally:
-                    if bank is not None:
-                        bank.reinject()  # a measurement has had a bank of its own
-                if self.ranks.is_first:
-                    run_dir.resolve(prepared.context.task)
-            with self._session(prepared, run_dir, resume_state, bank) as run:
-                yield run
+            named = load_run_task(run_dir, trust_remote_code=trust_remote_code)
+            with borrowing(self._given(named), self.device, is_named=named.base_model.is_loadable) as task:
+                prepared = self._prepare(task, resume_state)
+                if resume_state.lines and resume_state.base is None:
+                    resume_state = replace(
+                        resume_state, notes=(*resume_state.notes, _UNKNOWN_BASE.format(model=task.model))
+                    )
+                bank = bank_of(prepared.context) if bank_of is not None else None
+                if not resume_state.lines:
+                    try:
+                        prepared = self._packed(prepared)
+                    finally:
+                        if bank is not None:
+                            bank.reinject()  # a measurement has had a bank of its own
+                    if self.ranks.is_first:
+                        run_dir.resolve(prepared.context.task)
+                with self._session(prepared, run_dir, resume_state, bank) as run:
+                    yield run
+
+    def _given(self, task: Task) -> Task:
+        """The task of a run, with the base model that was given for it."""
+        return task if self._objects is None else task.replace(model=self._objects)
 
     def plan(self, task: Task, *, refresh: bool = False) -> TaskPlan:
         """Plan the memory and time of ``task``."""
-        context = self._prepare(portable(task)).context
+        with borrowing(task, self.device) as found:
+            return self._planned(portable(found), refresh=refresh)
+
+    def _planned(self, task: Task, *, refresh: bool) -> TaskPlan:
+        context = self._prepare(task).context
         about_model = model_notes(context.backbone.model, [job.config for job in context.jobs], task.method)
         found = plan(context, refresh=refresh)
         about_start = () if context.start is None else context.start.notes
-        return replace(found, notes=(*about_start, *context.data.notes, *about_model, *found.notes))
+        return replace(found, notes=(*about_start, *task.notes, *context.data.notes, *about_model, *found.notes))
 
     def _prepare(self, task: Task, resume_state: ResumeState | None = None) -> _Prepared:
         """Read and check a task before its run directory is made, or before it is resumed.

@@ -8,6 +8,7 @@ from typing import Any
 
 from alto.cluster import Controller, ControllerStatus, LiveQueue
 from alto.data import read_task_rows
+from alto.engine.objects import IN_A_QUEUE, check_has_id
 from alto.engine.queue_results import queue_results
 from alto.engine.runner import portable
 from alto.results import TaskResult
@@ -48,6 +49,7 @@ class TaskQueue:
             AltoError: What is wrong with the task or its data; the queue does not have it then.
             QueueCommandError: The queue accepts no more tasks.
         """
+        check_has_id([task], IN_A_QUEUE)
         task = portable(task)
         read_task_rows(task)
         return self._live.submit(

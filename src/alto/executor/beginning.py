@@ -18,6 +18,7 @@ from alto.executor.task_state import TaskState
 from alto.records import TaskPlan, Throughput
 from alto.runs import Event, RunDir
 from alto.runs.events import BaseDescription, ProfileMeasured, TaskResumed, TaskStarted
+from alto.spec import BaseModelSpec
 from alto.spec.metric import metric_notes
 from alto.version import version_of
 
@@ -73,6 +74,8 @@ def begin_events(state: TaskState, start: RunStart) -> Iterator[Event]:
         data=_described(data, data_fingerprint(data, context.base.chat_template)),
         notes=(
             *start.resume_state.notes,
+            *task.notes,
+            *_object_notes(context.base),
             *_refit_notes(context),
             *(() if context.start is None else context.start.notes),
             *data.notes,
@@ -144,6 +147,16 @@ def _padding_notes(backbone: Backbone) -> tuple[str, ...]:
     return (
         f"Rows are padded to the longest of a forward pass, and padding costs time and memory: {why}. Losses and "
         "adapters are computed for the rows' own tokens alone.",
+    )
+
+
+def _object_notes(base: BaseModelSpec) -> tuple[str, ...]:
+    if base.is_loadable:
+        return ()
+    return (
+        f"The base model was given as an object, {base.id}, and no name was found that loads the same model and "
+        "tokenizer: the adapter's files name it in these words. To use the adapter elsewhere, keep the model "
+        "(save_pretrained).",
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeAlias
 
 from alto.backbone import resolve_model
 from alto.runs import replace_file
+from alto.spec.base_objects import is_object_name
 from alto.spec.cache_home import cache_home
 from alto.spec.outside import read_json
 from alto.version import version_of
@@ -96,7 +97,10 @@ def versions() -> dict[str, str | None]:
 
 
 def weights_of(model: str) -> list[tuple[str, int, int]]:
-    """Names, sizes and modification times of a local model's files; empty for a hub id."""
+    """Names, sizes and modification times of a local model's files; empty for a hub id, and for a model that was given
+    as an object and has no files."""
+    if is_object_name(model):
+        return []
     folder = Path(resolve_model(model))
     if not folder.is_dir():
         return []

@@ -54,7 +54,8 @@ def find_references(
 ) -> References:
     """Log-probabilities of every reply in a task's data under what its jobs begin with: the base model, or the adapter
     on it that ``init_adapter`` names, as TRL has it. They are found before any adapter is injected or outside
-    of their micro-batches; each rank computes its share of the rows.
+    of their micro-batches; each rank computes its share of the rows. Those of a base that was given as an object, and
+    that no name loads, are not cached: its fingerprint samples its weights.
 
     Args:
         context: Of the task, all ranks an equal one.
@@ -75,12 +76,12 @@ def find_references(
         found = []
         for part in split.parts(PART_ROWS):
             key = _key(context, part)
-            known = _known(key, len(part)) if ranks.is_first else None
+            known = _known(key, len(part)) if ranks.is_first and context.base.is_loadable else None
             references = ranks.broadcast_tensor(known, (len(part), COLUMNS), torch.float64)
             if references is None:
                 is_cached = False
                 references = _computed(context, part, micro_batches, on_turn, restore)
-                if ranks.is_first:
+                if ranks.is_first and context.base.is_loadable:
                     cache.save("references", key, references.tolist())
             found.append(references)
         sums, tails = torch.cat(found).split(2, dim=1)

@@ -16,6 +16,7 @@ from alto.export.metrics import format_metric, loss_unit, metric_name
 from alto.export.wording import describe_adapter_check
 from alto.records import JobResult, LabelSet, TaskOutcome
 from alto.runs import replace_file, sync_folder, writing
+from alto.spec.base_objects import is_object_name
 from alto.spec.chat_template import TEMPLATE_NAME
 from alto.spec.metric import LOSS
 from alto.spec.outside import read_json
@@ -169,7 +170,8 @@ class _Card:
         tables = {"measured on the validation rows": measured, "setting": best.config}
         shown = "\n".join(_table(heading, rows) for heading, rows in tables.items() if rows)
         origin = self._origin(result)
-        header = card_header(base_model, library="peft", pipeline=self._pipeline, tags=adapter_tags(base_model))
+        named = "" if is_object_name(base_model) else base_model
+        header = card_header(named, library="peft", pipeline=self._pipeline, tags=adapter_tags(named))
         return f"""{header}
 # {result.task}
 {_warning(result)}
@@ -202,10 +204,13 @@ at step {best.best_step} of {best.total_steps}{tested}"""
             kind = "AutoModelForSequenceClassification"
             settings = "".join(f", {key}={value!r}" for key, value in self.labels.to_config().items())
             then = "\nmodel.config.pad_token_id = tokenizer.pad_token_id  # batches of several rows need it"
+        loading = f"base = {kind}.from_pretrained({base_model!r}{settings})"
+        if is_object_name(base_model):
+            loading = f"base = ...  # the model that ALTO was given as an object, {base_model}, as {kind}{settings}"
         return f"""from peft import PeftModel
 from transformers import {kind}
 
-base = {kind}.from_pretrained({base_model!r}{settings})
+{loading}
 model = PeftModel.from_pretrained(base, "path/to/this/folder"){then}"""
 
     @property

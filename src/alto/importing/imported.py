@@ -20,7 +20,7 @@ from alto.spec.quoting import quoted
 from alto.spec.strict_yaml import write_yaml
 from alto.spec.task import TASK_FIELDS, Task
 
-__all__ = ["ImportedFile", "ImportedTask", "import_file", "imported_task"]
+__all__ = ["ImportedFile", "ImportedTask", "import_file", "imported_task", "searched_fields"]
 
 _PATHS = ("model", "dataset", "validation_dataset", "test_dataset", "chat_template")
 _MAX_BYTES = 2 * 1024**2
@@ -110,7 +110,7 @@ def imported_task(files: Sequence[ImportedFile], overrides: Iterable[str] = ()) 
     of_files = [change for change in changes if change not in of_space]
     configurations = {str(file.path): overridden(file.values, of_files) for file in files}
     values = dict(overridden(combined(configurations), of_space))
-    searched = set(_searched(values.get("search_space", {})))
+    searched = set(searched_fields(values.get("search_space", {})))
     values = {key: _from_here(key, value) for key, value in values.items() if key not in searched}
     for key in ("model", "dataset"):
         if values.get(key) is None:
@@ -137,15 +137,15 @@ def _read(path: Path) -> dict[str, Any]:
     return found
 
 
-def _searched(space: object) -> Iterator[str]:
+def searched_fields(space: object) -> Iterator[str]:
     """Canonical names of the fields of a search space as it is written."""
     if isinstance(space, list):
         for pairing in space:
-            yield from _searched(pairing)
+            yield from searched_fields(pairing)
     elif isinstance(space, Mapping):
         for key, value in space.items():
             if key == "paired":
-                yield from _searched(value)
+                yield from searched_fields(value)
             else:
                 yield _FIELD_ALIASES.get(str(key), str(key))
 

@@ -20,7 +20,7 @@ from alto.spec.method import find_method
 from alto.spec.objective_settings import KTO_LOSS_TYPES, LOSS_TYPES
 from alto.spec.quoting import quoted
 
-__all__ = ["MARKS", "read_trl"]
+__all__ = ["MARKS", "read_adapter", "read_trl"]
 
 MARKS = frozenset(
     {
@@ -89,7 +89,7 @@ def read_trl(draft: Draft, method_name: str | None) -> None:
         _read_masks(draft)
     read_trainer_keys(draft)
     drops_out = draft.take("disable_dropout") is False
-    _read_adapter(draft)
+    read_adapter(draft)
     draft.pass_on(_ANSWERS, method)
     set_defaults(draft, {"learning_rate": _LEARNING_RATES.get(name, 2e-5), "per_device_train_batch_size": 8})
     compares_replies_as_tool(draft, method, drops_out=drops_out)
@@ -198,12 +198,12 @@ def _read_masks(draft: Draft) -> None:
         draft.not_needed("packing", _ROWS_OF_A_STEP)
 
 
-def _read_adapter(draft: Draft) -> None:
-    """Keys of TRL's ``ModelConfig`` or of PEFT's ``LoraConfig``, with the defaults of the former."""
+def read_adapter(draft: Draft) -> None:
+    """Read keys of TRL's ``ModelConfig`` or of PEFT's ``LoraConfig``, with the defaults of the former."""
     defaults = {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05}
     if draft.given.keys() & {*defaults, "lora_target_modules"}:
         for key, value in defaults.items():
-            if draft.given.get(key) is None:
+            if draft.given.get(key) is None and not (key == "lora_r" and "r" in draft.given):
                 draft.given[key] = value
     targets = draft.given.get("lora_target_modules", draft.given.get("target_modules"))
     if targets is None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
+
+from alto.spec.base_objects import BaseObjects, is_object_name
 
 __all__ = [
     "LOAD_IN_4BIT",
@@ -41,6 +43,8 @@ class BaseModelSpec:
             and nothing else.
         trust_remote_code: Run Python code that comes with the model, where transformers has none for it.
         chat_template: Text of a template in place of its tokenizer's own; None keeps that.
+        objects: Model and tokenizer that are used as they are; None where they are loaded. They are not part of
+            :meth:`key` and :meth:`task_keys`.
     """
 
     id: str
@@ -50,13 +54,22 @@ class BaseModelSpec:
     use_safetensors: bool = True
     trust_remote_code: bool = False
     chat_template: str | None = None
+    objects: BaseObjects | None = field(default=None, repr=False)
 
     def key(self) -> dict[str, Any]:
-        """All fields as plain values, for the key of a cache: different specifications have different keys."""
-        values = asdict(self)
+        """All fields as plain values, for the key of a cache: different specifications have different keys. A model
+        that nothing loads has its fingerprint there."""
+        values = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "objects"}
         if self.chat_template is None:
             del values["chat_template"]  # as before there was such a field
+        if self.objects is not None and is_object_name(self.id) and self.objects.fingerprint is not None:
+            values["object"] = {name: self.objects.fingerprint[name] for name in ("weights", "config")}
         return values
+
+    @property
+    def is_loadable(self) -> bool:
+        """Whether its name loads it, in any process."""
+        return not is_object_name(self.id)
 
     def task_keys(self) -> dict[str, Any]:
         """The equivalent keys of a task."""

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from alto.errors import SpecError
+from alto.spec.functions import is_function
 from alto.spec.job_config import JOB_FIELDS, JobConfig
 from alto.spec.method import OWN_METHODS, find_method
 from alto.spec.quoting import quoted
@@ -16,6 +17,7 @@ __all__ = [
     "LEAST_SCORE",
     "LOSS",
     "check_metric",
+    "check_metric_name",
     "loss_scale",
     "metric_notes",
     "score_of",
@@ -44,6 +46,20 @@ def check_metric(metric: str, method: str, scores: tuple[str, ...]) -> None:
         f"metric should be {' or '.join((LOSS, *scores))} with method {quoted(method)}, found {quoted(metric)}. "
         f"Remove the key to choose by the validation loss, or {remedy}."
     )
+
+
+def check_metric_name(value: object) -> object:
+    """``value`` as it is, where it is no function.
+
+    Raises:
+        ValueError: It is one.
+    """
+    if is_function(value):
+        raise ValueError(
+            f"should be the name of what is measured at every evaluation, found a function ({quoted(value)}). Give it "
+            "as select_by: it is called with prompt, reference and answer of each validation row, and scores finalists."
+        )
+    return value
 
 
 def metric_notes(metric: str, method: str, configs: Iterable[JobConfig]) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator, model_validator
 
 from alto.errors import SpecError
+from alto.spec.functions import is_function, name_of
 from alto.spec.keys import canonical_keys
 from alto.spec.quoting import quoted
 from alto.spec.validation import SpecModel, plain
@@ -34,7 +35,8 @@ class Scoring(SpecModel):
             ``multiple_choice``: of the distinct replies of the validation rows, 26 at most, the row's own is the most
             likely; nothing is generated. ``python``: a function of yours scores each generated text. ``http``: a server
             does, for example one that asks a language model.
-        function: Of ``python``: its dotted name, ``package.module:function`` or ``package.module.function``. It is
+        function: Of ``python``: its dotted name, ``package.module:function`` or ``package.module.function``; in Python
+            also the function itself, where that name leads to it. It is
             called with the keyword arguments ``prompt``, ``reference`` and ``answer``, all text, and returns a
             number from -1e100 to 1e100; higher is better. It runs in the process that trains, with all its rights.
         url: Of ``http``: where ``{"rows": [{"prompt", "reference", "answer"}, …]}`` is posted as JSON. The answer is
@@ -80,6 +82,11 @@ class Scoring(SpecModel):
         if any(later <= earlier for earlier, later in itertools.pairwise(shares)):
             raise ValueError(f"should rise from rung to rung, found {quoted(at)}. Order the rungs and give each once.")
         return shares
+
+    @field_validator("function", mode="before")
+    @classmethod
+    def _name_function(cls, function: object) -> object:
+        return name_of(function) if is_function(function) else function
 
     @field_validator("function")
     @classmethod
@@ -165,11 +172,13 @@ class Scoring(SpecModel):
 
 
 def parse_select_by(value: object) -> str | Scoring:
-    """Parse ``select_by`` of a task: a word, or a mapping of settings.
+    """Parse ``select_by`` of a task: a word, a mapping of settings, or a function, which scores as a Python scorer.
 
     Raises:
         SpecError, UnknownKeyError: It is neither, or as the constructor of :class:`Scoring` does.
     """
+    if is_function(value):
+        value = {"scorer": "python", "function": value}
     if isinstance(value, Scoring) or (isinstance(value, str) and value in _WORDS):
         return value
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):

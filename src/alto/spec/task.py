@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any, Literal, Self
 
 from pydantic import ConfigDict, Field, PrivateAttr, field_validator
@@ -13,16 +13,19 @@ from alto.errors import SpecError, UnknownKeyError, UnsupportedError
 from alto.records import LabelSet
 from alto.spec.auto_space import AUTO, auto_space
 from alto.spec.base_model import BaseModelSpec, Dtype, quantisation_of
+from alto.spec.base_objects import BaseObjects, Origin, check_object_keys, with_base_objects
 from alto.spec.chat_template import chat_template_text
+from alto.spec.config_objects import with_config_objects
 from alto.spec.data_forms import RowFormName
 from alto.spec.data_keys import DataKeys, OnBadRow, TrainOn, default_name
 from alto.spec.early_exit import EarlyExit
+from alto.spec.expansion import Expansion, Job
 from alto.spec.job_config import JOB_FIELDS, JobConfig
 from alto.spec.keys import JOB_ALIASES, TASK_ALIASES, canonical_keys
 from alto.spec.labels import check_label_keys, with_task_type
 from alto.spec.method import Method, find_method
-from alto.spec.metric import LOSS, check_metric
-from alto.spec.mixture import MIXTURE_WEIGHTS, MixtureSource, ordered, parse_sources
+from alto.spec.metric import LOSS, check_metric, check_metric_name
+from alto.spec.mixture import MixtureSource, parse_sources
 from alto.spec.quoting import quoted
 from alto.spec.refit import Refit, check_refit
 from alto.spec.row_objects import with_rows_in_files
@@ -53,25 +56,15 @@ TRACKERS = ("tensorboard", "mlflow", "wandb", "trackio")
 DEFAULT_METHOD = "sft"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """One configuration of a task's search space: one adapter to be trained.
-
-    Attributes:
-        values: Its place in the search space: canonical names to values as the space spells them; empty of a job that
-            was not chosen there.
-    """
-
-    id: str
-    config: JobConfig
-    values: Mapping[str, Any] = field(default_factory=dict, compare=False)
-
-
 class Task(DataKeys):
     """One tuning task, checked completely by its constructor: every job of its search space is valid.
 
     A job's fields (:class:`JobConfig`, aliases included) and settings of the task's method given beside the task's own
     keys are fixed for every job. The keys about data are those of :class:`DataKeys`.
+
+    Two arguments are objects of Python, which no file has. ``model`` may be a loaded ``transformers.PreTrainedModel``,
+    with its ``tokenizer`` beside it, for a run in this process. ``config`` is a configuration of PEFT, transformers or
+    TRL, or a list of them; it sets the keys that are not given themselves.
 
     Attributes:
         method: ``sft`` learns replies; ``dpo``, ``orpo`` and ``cpo`` learn from pairs which of two is preferred,
@@ -177,12 +170,15 @@ class Task(DataKeys):
     report_to: str | tuple[str, ...] = Field(default="auto", description="experiment trackers")
     search_space: SearchSpace = Field(default=SearchSpace(), description="what varies between the jobs")
 
-    _method: Method = PrivateAttr()
     _fixed: dict[str, Any] = PrivateAttr()
+    _expansion: Expansion = PrivateAttr()
     _jobs: tuple[Job, ...] = PrivateAttr()
     _repetitions: Mapping[str, str] = PrivateAttr()
+    _origin: Origin = PrivateAttr()
 
     def __init__(self, /, **values: Any) -> None:
+        values, objects = with_base_objects(values)
+        values, notes = with_config_objects(values)
         values = with_task_type(values)
         method = _method_of(values)
         given = with_rows_in_files(method.without_others(_canonical(values, method)))
@@ -198,16 +194,25 @@ class Task(DataKeys):
         given.setdefault("name", default_name(given.get("dataset")))
         check_given_once(given, fixed)
         super().__init__(**given)
+        self._origin = Origin(objects=objects, notes=notes)
+        if objects is not None:
+            check_object_keys(self, objects)
         check_splits(self.validation_split, self.test_split)
         check_metric(self.metric, self.method, method.entry.scores)
         check_fixed(fixed, self.search_space, method)
-        self._method = method
         self._fixed = {key: plain(value) for key, value in fixed.items()}
         check_search(self.search, self.search_space, self.early_exit)
-        self._jobs = _expand(self, fixed, method)
-        self._repetitions = _repetitions(self)
-        if self.search.algorithm == "tpe":
-            _check_suggestions(self, fixed, method)
+        self._expansion = Expansion(
+            space=self.search_space,
+            search=self.search,
+            data_seed=self.data_seed,
+            fixed=fixed,
+            sources=self.sources,
+            method=method,
+        )
+        self._jobs = self._expansion.jobs()
+        self._repetitions = {} if self.repeat_by == "none" else self._expansion.repetitions(self._jobs)
+        self._expansion.check_suggestions()
         check_selection(self.select_by, method)
         check_samples(self.num_samples, method)
         check_train_on(self.train_on, method)
@@ -228,6 +233,11 @@ class Task(DataKeys):
         if value is not None:
             check_path(value)
         return value
+
+    @field_validator("metric", mode="before")
+    @classmethod
+    def _check_metric(cls, value: Any) -> Any:
+        return check_metric_name(value)
 
     @field_validator("report_to", mode="before")
     @classmethod
@@ -266,7 +276,19 @@ class Task(DataKeys):
             use_safetensors=self.use_safetensors,
             trust_remote_code=self.trust_remote_code,
             chat_template=None if self.chat_template is None else chat_template_text(self.chat_template),
+            objects=self.objects,
         )
+
+    @property
+    def objects(self) -> BaseObjects | None:
+        """The base model and its tokenizer, where they were given as objects. They are no key: the task is written
+        without them."""
+        return self._origin.objects
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What became of settings of ``config`` that are not taken over as they are, as sentences."""
+        return self._origin.notes
 
     @property
     def scoring(self) -> Scoring | None:
@@ -298,7 +320,7 @@ class Task(DataKeys):
 
     def job_config(self, values: Mapping[str, Any]) -> JobConfig:
         """The configuration of a job of this task from one flat mapping; see :meth:`JobConfig.of`."""
-        return _job_config(self, self._method, values)
+        return self._expansion.config(values)
 
     def extreme_configs(self) -> Iterator[JobConfig]:
         """Configurations that a search may choose while the task runs: every listed value, and both ends of ranges;
@@ -322,11 +344,13 @@ class Task(DataKeys):
         return write_yaml(self.to_dict())
 
     def replace(self, **changes: Any) -> Self:
-        """A new, fully checked task with some keys changed; the two ways to validate, or to test, replace each other.
+        """A new, fully checked task with some keys changed; the two ways to validate, or to test, replace each other. A
+        model that is an object stays, where no other model is named.
 
         Raises:
             SpecError: As the constructor does.
         """
+        changes, objects = with_base_objects(changes)
         changes = _canonical(changes, _method_of({"method": self.method, **changes}))
         kept = self.to_dict()
         for what in ("validation", "test"):
@@ -334,7 +358,11 @@ class Task(DataKeys):
                 kept.pop(f"{what}_split")
             if changes.get(f"{what}_split") is not None:
                 kept.pop(f"{what}_dataset")
-        return type(self)(**(kept | changes))
+        objects = objects if "model" in changes else self.objects
+        model = {} if objects is None else {"model": objects}
+        found = type(self)(**(kept | changes | model))
+        found._origin = replace(found._origin, notes=self.notes)
+        return found
 
 
 TASK_FIELDS: tuple[str, ...] = tuple(Task.model_fields)
@@ -383,65 +411,3 @@ def _search_space(value: object, method: Method) -> SearchSpace:
                 )
             )
     return SearchSpace.parse(value, method)
-
-
-def _expand(task: Task, fixed: Mapping[str, Any], method: Method) -> tuple[Job, ...]:
-    space, num_jobs = task.search_space, task.search.num_initial(task.search_space)
-    is_grid = task.search.algorithm == "grid"
-    configurations = space.expand(task.data_seed) if is_grid else space.sample(num_jobs, task.data_seed)
-    digits = max(3, len(str(num_jobs - 1)))
-    first_with: dict[JobConfig, str] = {}
-    jobs = []
-    for index, varied in enumerate(configurations):
-        job_id = f"job-{index:0{digits}d}"
-        try:
-            config = _job_config(task, method, {**fixed, **varied})
-        except UnknownKeyError:
-            raise  # the error is the same for every job
-        except SpecError as error:
-            place = f"{job_id} ({_shown(varied)})" if varied else job_id
-            raise SpecError(f"In {place}: {error}") from None
-        other = first_with.setdefault(config, job_id)
-        if other != job_id:
-            raise SpecError(
-                f"search_space should make every job different, found {other} and {job_id} alike ({_shown(varied)}). "
-                f"Remove one of the equivalent values."
-            )
-        jobs.append(Job(id=job_id, config=config, values=varied))
-    return tuple(jobs)
-
-
-def _repetitions(task: Task) -> dict[str, str]:
-    if task.repeat_by == "none" or task.search.algorithm != "grid" or "seed" not in task.search_space.varied:
-        return {}
-    first: dict[JobConfig, str] = {}
-    found = {job.id: first.setdefault(job.config.replace(seed=0), job.id) for job in task.jobs}
-    repeated = {name for job, name in found.items() if job != name}
-    return {job: name for job, name in found.items() if name in repeated}
-
-
-def _check_suggestions(task: Task, fixed: Mapping[str, Any], method: Method) -> None:
-    """Check the configurations that the search may choose while the task runs, as far as ends of ranges show it."""
-    for varied in task.search_space.extremes(task.data_seed):
-        try:
-            _job_config(task, method, {**fixed, **varied})
-        except SpecError as error:
-            raise SpecError(
-                f"search_space should have configurations that a job can have, as search {task.search.algorithm!r} may "
-                f"choose any of them, found {_shown(varied)}: {error}"
-            ) from None
-
-
-def _job_config(task: Task, method: Method, values: Mapping[str, Any]) -> JobConfig:
-    """The configuration of a job; in a mixture, with the weights of the sources where it sets none."""
-    if task.sources and values.get(MIXTURE_WEIGHTS) is None:
-        values = {**values, MIXTURE_WEIGHTS: {source.name: source.weight for source in task.sources}}
-    config = JobConfig.of(method, values)
-    if config.mixture_weights is None:
-        return config
-    weights = ordered(config.mixture_weights, task.sources)
-    return config if weights == config.mixture_weights else config.replace(**{MIXTURE_WEIGHTS: dict(weights)})
-
-
-def _shown(varied: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key}={written(key, value)}" for key, value in varied.items())

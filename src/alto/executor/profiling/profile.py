@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from alto.backbone import Backbone
-from alto.errors import DeviceMemoryError, ProfileError
+from alto.errors import DeviceMemoryError, ProfileError, UnsupportedError
 from alto.executor import cache
 from alto.executor.profiling.measure import MARGIN, Measured, measure
 from alto.executor.profiling.sketch import RowLength
@@ -107,6 +107,7 @@ def profile_task(
     Raises:
         DeviceMemoryError: Not even one row of one job fits.
         ProfileError: The measuring process failed.
+        UnsupportedError: The base model is an object that the measuring process cannot load.
     """
     ranks = ranks or Ranks()
     if device.type == "cpu" and ranks.is_alone:
@@ -196,6 +197,12 @@ def _has_router_loss(config: JobConfig) -> bool | None:
 
 
 def _measured_in_child(task: Task, lengths: Sequence[RowLength], *, num_rows: int, max_tokens: int) -> Measured:
+    if not task.base_model.is_loadable:
+        raise UnsupportedError(
+            "profile: expected a base model that a name loads, as on a CPU memory is measured in another process, "
+            f"found {task.model}; set max_slots, max_tokens_per_step and max_tokens_per_pass, so that nothing is "
+            "measured, or write the model to a folder with save_pretrained, and name the folder"
+        )
     request = {
         "task": task.to_dict(),
         "lengths": [length.spans for length in lengths],

@@ -1,4 +1,4 @@
-"""Whether a base model is the one that the adapters of runs were trained on."""
+"""What a run on disk says of itself, before anything is done with it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 from alto.backbone import base_fingerprint
 from alto.errors import RunNotFoundError
 from alto.executor import ResumeState, check_base
-from alto.runs import RunDir, read_intact_events
+from alto.runs import Mailbox, RunDir, read_intact_events
 from alto.spec import BaseModelSpec
 
-__all__ = ["check_trained_on"]
+__all__ = ["check_trained_on", "is_finished"]
 
 
 def check_trained_on(run_dirs: Sequence[Path], base: BaseModelSpec) -> None:
@@ -30,3 +30,12 @@ def check_trained_on(run_dirs: Sequence[Path], base: BaseModelSpec) -> None:
             resume_state = ResumeState(lines=read_intact_events(RunDir(run_dir).journal_file))
             remedy = f"put it back as it was, or name the base model that {run_dir} is meant for with --base"
             check_base(resume_state, found, model=base.id, remedy=remedy)
+
+
+def is_finished(run_dir: RunDir) -> bool:
+    """Whether nothing is left to be trained, also by a command that waits."""
+    try:
+        lines = read_intact_events(run_dir.journal_file)
+        return ResumeState(lines=lines, extends_run=Mailbox(run_dir).extends_run).is_finished
+    except RunNotFoundError:
+        return False

@@ -1,0 +1,157 @@
+"""A base model that a user gives as an object: what is refused, and that it is afterwards as it was.
+
+Training wraps modules, replaces the attention, sets patterns and flags on modules, and freezes parameters. All of that
+is in the attributes of modules, of their configurations and of parameters, which are noted before and put back after.
+The numbers themselves are never changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from alto.backbone.memory import release_memory
+from alto.backbone.sharding import is_sharded
+from alto.errors import ModelError, RunBusyError, UnsupportedError
+from alto.spec.base_objects import BaseObjects
+
+__all__ = ["borrowed"]
+
+_IN_USE = "_alto_in_use"
+
+_NAME_IT = "or name the model by its id or its folder, which ALTO loads itself"
+
+
+@contextlib.contextmanager
+def borrowed(objects: BaseObjects, device: torch.device) -> Iterator[None]:
+    """The model may be changed inside: its modules, their attributes and configurations, and which parameters require
+    gradients. All of these are as before when the block is left, also by an error. The tokenizer is not changed.
+
+    Args:
+        objects: The model, without adapters of any kind.
+        device: Where the task is trained.
+
+    Raises:
+        ModelError: It is no model of transformers, or has another tokenizer.
+        UnsupportedError: It is on another device, quantised, sharded, or has adapters of PEFT.
+        RunBusyError: Another task of this process trains on it.
+    """
+    model = objects.model
+    _check(objects, device)
+    modules = [(module, _noted(module)) for module in model.modules()]
+    configs = [(config, dict(vars(config))) for config in _configs(model)]
+    parameters = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    vars(model)[_IN_USE] = True
+    if getattr(model, "_require_grads_hooks", None):
+        model.disable_input_require_grads()  # a frozen base needs no gradient of its inputs
+    try:
+        yield
+    finally:
+        for module, noted in modules:
+            _put_back(module, noted)
+        for config, values in configs:
+            vars(config).clear()
+            vars(config).update(values)
+        for parameter, requires_grad in parameters:
+            parameter.requires_grad_(requires_grad)
+        release_memory()
+
+
+def _noted(module: nn.Module) -> dict[str, tuple[Any, Any]]:
+    """The attributes of ``module``, and what is in those that are mappings: its submodules, parameters and hooks."""
+    return {name: (value, dict(value) if isinstance(value, dict) else None) for name, value in vars(module).items()}
+
+
+def _put_back(module: nn.Module, noted: dict[str, tuple[Any, Any]]) -> None:
+    for value, entries in noted.values():
+        if entries is not None:  # the same mapping, as handles of hooks refer to it
+            value.clear()
+            value.update(entries)
+    vars(module).clear()
+    vars(module).update({name: value for name, (value, _) in noted.items()})
+
+
+def _configs(model: PreTrainedModel) -> list[Any]:
+    """All configurations of ``model`` and of its parts, each once."""
+    found: dict[int, Any] = {}
+    names = ("config", "generation_config")
+    waiting: list[Any] = [vars(module).get(name) for module in model.modules() for name in names]
+    while waiting:
+        config = waiting.pop()
+        if config is None or id(config) in found or not hasattr(config, "__dict__"):
+            continue
+        found[id(config)] = config
+        waiting += [vars(config).get(name) for name in getattr(config, "sub_configs", ())]
+    return list(found.values())
+
+
+def _check(objects: BaseObjects, device: torch.device) -> None:
+    model, tokenizer, name = objects.model, objects.tokenizer, objects.name
+    adapters = {type(module).__name__ for module in _modules(model) if type(module).__module__.split(".")[0] == "peft"}
+    if adapters:
+        raise UnsupportedError(
+            f"model: expected a base model without adapters, found modules of PEFT ({', '.join(sorted(adapters)[:3])}) "
+            f"in {name}; give model.unload(), or model.merge_and_unload() to train on top of its adapter"
+        )
+    if not isinstance(model, PreTrainedModel):
+        raise ModelError(
+            f"model: expected a transformers.PreTrainedModel, found {type(model).__name__}; give the model itself, "
+            f"{_NAME_IT}"
+        )
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise ModelError(
+            f"tokenizer: expected a tokenizer of transformers, found {type(tokenizer).__name__}; give it itself (of a "
+            "processor, processor.tokenizer)"
+        )
+    if vars(model).get(_IN_USE):
+        raise RunBusyError(f"model: expected that no other task trains on {name}, found one; wait until it has ended")
+    _check_weights(model, name, device)
+    _check_vocabulary(model, tokenizer, name)
+
+
+def _modules(model: Any) -> Iterator[nn.Module]:
+    return model.modules() if isinstance(model, nn.Module) else iter(())
+
+
+def _check_weights(model: PreTrainedModel, name: str, device: torch.device) -> None:
+    if any(is_sharded(module) for module in model.modules()) or any(
+        isinstance(parameter, DTensor) for parameter in model.parameters()
+    ):
+        raise UnsupportedError(
+            f"model: expected a model that this process holds whole, found {name} sharded over several; name it by its "
+            "id with 'num_gpus', and ALTO shards it"
+        )
+    if getattr(model, "hf_quantizer", None) is not None or hasattr(model.config, "quantization_config"):
+        raise UnsupportedError(
+            f"model: expected an object whose weights are not quantised, found {name} quantised; name the model by its "
+            "id, with 'load_in_4bit: true' or 'load_in_8bit: true'"
+        )
+    hooks = [module for module in model.modules() if hasattr(module, "_hf_hook")]
+    if hooks:
+        raise UnsupportedError(
+            f"model: expected a model on one device, found {name} with hooks of accelerate, which move weights or "
+            f"activations; load it without device_map, {_NAME_IT}"
+        )
+    places = sorted({str(tensor.device) for tensor in (*model.parameters(), *model.buffers())})
+    wanted = torch.empty(0, device=device).device  # cuda is the current GPU
+    if places != [str(wanted)]:
+        raise UnsupportedError(
+            f"model: expected all weights on {wanted}, where this engine trains, found {name} on "
+            f"{' and '.join(places)}; move it with model.to({str(wanted)!r}), {_NAME_IT}"
+        )
+
+
+def _check_vocabulary(model: PreTrainedModel, tokenizer: Any, name: str) -> None:
+    embeddings: Any = model.get_input_embeddings()
+    num_rows, num_tokens = getattr(embeddings, "num_embeddings", None), len(tokenizer)
+    if num_rows is not None and num_tokens > num_rows:
+        raise ModelError(
+            f"tokenizer: expected the {num_rows} tokens at most that {name} has rows for, found {num_tokens}; give "
+            "the model's own tokenizer, or make place for these with model.resize_token_embeddings(len(tokenizer))"
+        )

@@ -1,0 +1,172 @@
+"""Whether a model that is given as an object is the one that its name loads.
+
+Then a run on it is one on the name: any process can resume it, and PEFT and vLLM load its adapter. What is compared is
+what decides the forward pass and the tokens: the class and the classes of all modules, their plain attributes, the
+configuration, every number of every weight, and the tokenizer. Only files on this machine are read, nothing is
+downloaded.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils.hub import cached_file
+
+from alto.backbone.fingerprint import named_tensors, weight_files
+from alto.backbone.load import load_config, load_tokenizer, resolve_model
+from alto.backbone.skeleton import build_skeleton
+from alto.errors import ModelError
+from alto.spec import BaseModelSpec
+from alto.spec.base_objects import BaseObjects
+
+__all__ = ["NamedBase", "find_named_base"]
+
+_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
+
+_OF_THE_FILE = {"transformers_version", "architectures", "dtype", "torch_dtype"}
+"""Keys of a configuration that say where it is from, and the precision, which is compared by itself."""
+
+_OF_USE = {"use_cache", "output_attentions", "output_hidden_states", "return_dict", "pad_token_id"}
+"""Keys that no number of a training step depends on."""
+
+_FLAGS = ("training", "gradient_checkpointing", "name_or_path")
+"""Attributes of modules that training sets itself, and where the model is from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedBase:
+    """What loads the same base model.
+
+    Attributes:
+        model: A folder, or a hub id.
+        dtype: Precision of the weights.
+        chat_template: That of the object, where the named tokenizer has another one; else None.
+    """
+
+    model: str
+    dtype: str
+    chat_template: str | None
+
+
+def find_named_base(objects: BaseObjects) -> NamedBase | None:
+    """What loads the same model and tokenizer as ``objects``; None where nothing does, or where it cannot be shown.
+
+    Args:
+        objects: The model without adapters; none of its hooks or attributes may be those of training.
+    """
+    model: PreTrainedModel = objects.model
+    name = model.name_or_path
+    if not isinstance(name, str) or not name:
+        return None
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    if len(dtypes) != 1 or not dtypes <= _DTYPES:
+        return None
+    try:
+        folder = _folder(name)
+        if folder is None or not _is_same_network(model, BaseModelSpec(id=str(folder))):
+            return None
+        tokenizer = load_tokenizer(BaseModelSpec(id=str(folder)))
+    except ModelError:  # what it names is none of this model
+        return None
+    if not _are_same_tokens(objects.tokenizer, tokenizer) or not _are_same_weights(model, folder):
+        return None
+    template, named = objects.tokenizer.chat_template, tokenizer.chat_template
+    if template != named and not isinstance(template, str):
+        return None
+    is_folder = Path(name).expanduser().is_dir()
+    return NamedBase(
+        model=resolve_model(name) if is_folder else name,
+        dtype=objects.dtype,
+        chat_template=None if template == named else template,
+    )
+
+
+def _folder(name: str) -> Path | None:
+    """The folder of its files on this machine."""
+    path = resolve_model(name)
+    if Path(path).is_dir():
+        return Path(path)
+    try:
+        config = cached_file(path, "config.json", local_files_only=True)
+    except (OSError, ValueError):  # a name of another kind, or one that was never downloaded
+        return None
+    return None if config is None else Path(config).parent
+
+
+def _is_same_network(model: PreTrainedModel, spec: BaseModelSpec) -> bool:
+    if not type(model).__module__.startswith("transformers."):
+        return False  # code that came with the model
+    if _plain_config(load_config(spec)) != _plain_config(model.config):
+        return False
+    own, named = list(model.named_modules()), list(build_skeleton(spec).named_modules())
+    return len(own) == len(named) and all(
+        name == other_name and _is_same_module(module, other)
+        for (name, module), (other_name, other) in zip(own, named, strict=True)
+    )
+
+
+def _plain_config(config: PreTrainedConfig) -> str:
+    values = _without(json.loads(config.to_json_string(use_diff=False)))
+    return json.dumps(values, sort_keys=True)
+
+
+def _without(value: Any) -> Any:
+    """``value`` without keys that decide nothing, at any depth: configurations hold others."""
+    if not isinstance(value, dict):
+        return value
+    left_out = _OF_THE_FILE | _OF_USE
+    return {key: _without(inner) for key, inner in value.items() if key not in left_out and not key.startswith("_")}
+
+
+def _is_same_module(module: nn.Module, other: nn.Module) -> bool:
+    """The same class with the same numbers and texts as attributes, and nothing of its own in its forward pass."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    if type(module) is not type(other) or "forward" in vars(module) or any(hooks):
+        return False
+    return _plain_attributes(module) == _plain_attributes(other)
+
+
+def _plain_attributes(module: nn.Module) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, bool | int | float | str) and not name.startswith("_") and name not in _FLAGS
+    }
+
+
+def _are_same_tokens(tokenizer: Any, named: Any) -> bool:
+    """Whether both make the same tokens of any text, and end it alike; that of padding decides nothing."""
+    if not (hasattr(tokenizer, "backend_tokenizer") and hasattr(named, "backend_tokenizer")):
+        return False
+    ends = ("bos_token_id", "eos_token_id")
+    if any(getattr(tokenizer, end) != getattr(named, end) for end in ends):
+        return False
+    own, other = (json.loads(one.backend_tokenizer.to_str()) for one in (tokenizer, named))
+    for values in (own, other):
+        values.pop("truncation", None)
+        values.pop("padding", None)
+    return bool(own == other)
+
+
+@torch.no_grad()
+def _are_same_weights(model: PreTrainedModel, folder: Path) -> bool:
+    """Whether the files hold every weight of ``model``, number by number, in its precision."""
+    left: dict[str, Tensor] = named_tensors(model)
+    for file in weight_files(folder):
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  # it is no mapping
+                own = left.get(name)
+                if own is None:  # a tied weight, or one that the class does not have
+                    continue
+                stored = opened.get_tensor(name)
+                if stored.shape != own.shape or not torch.equal(stored.to(own.dtype).to(own.device), own):
+                    return False
+                del left[name]
+    return not left

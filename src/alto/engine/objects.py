@@ -1,0 +1,89 @@
+"""Tasks whose base model is an object of this process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from alto.backbone import borrowed, find_named_base, object_fingerprint
+from alto.errors import SpecError, UnsupportedError
+from alto.spec import Task
+from alto.spec.base_objects import BaseObjects, with_base_objects
+from alto.spec.quoting import quoted
+
+__all__ = ["IN_A_QUEUE", "borrowing", "check_has_id", "given_objects"]
+
+IN_A_QUEUE = "a queue, whose tasks run in processes of their own"
+
+
+@contextlib.contextmanager
+def borrowing(task: Task, device: torch.device, *, is_named: bool = True) -> Iterator[Task]:
+    """A task to be trained inside. A base model that is an object is afterwards as it was, also after an error.
+
+    Where its name loads the same model and tokenizer, the task that is given names it, so that the run can be resumed
+    in any process. Else the task says that it was an object, and has the fingerprint of its weights.
+
+    Args:
+        task: Its model may be an object.
+        device: Where it will be trained.
+        is_named: Whether a name is looked for; false for a run that began on an object without one.
+
+    Raises:
+        AltoError: As of :func:`alto.backbone.borrowed`.
+    """
+    if task.objects is None:
+        yield task
+        return
+    with borrowed(task.objects, device):
+        yield _identified(task, is_named=is_named)
+
+
+def _identified(task: Task, *, is_named: bool) -> Task:
+    objects = task.objects
+    assert objects is not None
+    named = find_named_base(objects) if is_named else None
+    if named is None:
+        return task.replace(model=replace(objects, fingerprint=object_fingerprint(objects.model)))
+    changes: dict[str, Any] = {"model": replace(objects, name=named.model), "dtype": named.dtype}
+    if named.chat_template is not None and task.chat_template is None:
+        changes["chat_template"] = named.chat_template
+    return task.replace(**changes)
+
+
+def check_has_id(tasks: Iterable[Task], where: str) -> None:
+    """Refuse a base model that is an object where others have to load it, or know it by its name.
+
+    Args:
+        where: What needs its name, for the message.
+
+    Raises:
+        UnsupportedError: A task has one.
+    """
+    for task in tasks:
+        if task.objects is not None:
+            raise UnsupportedError(
+                f"model: expected the id of a model, or a folder, for {where}, found {task.objects.name} for "
+                f"{task.name!r}, which this process alone has; train with engine.tune on one GPU, or write model and "
+                "tokenizer to a folder with save_pretrained, and name the folder"
+            )
+
+
+def given_objects(model: object, tokenizer: object) -> BaseObjects | None:
+    """The base model that a run is resumed with; None where it is to be loaded.
+
+    Raises:
+        SpecError: One of the two is missing, or the model is no object.
+    """
+    if model is None and tokenizer is None:
+        return None
+    _, objects = with_base_objects({"model": model, "tokenizer": tokenizer})
+    if objects is None:
+        raise SpecError(
+            f"model should be the loaded model that the run began on, found {quoted(model)}. Give the object with its "
+            "tokenizer, or neither: then the run loads the model that it names."
+        )
+    return objects

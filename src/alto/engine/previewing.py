@@ -1,0 +1,30 @@
+"""The data of a task as it would be trained, without weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from alto.backbone import build_skeleton, limits_of, load_config, load_tokenizer
+from alto.data import preview_rows, read_task_rows
+from alto.engine.start import with_start
+from alto.executor import model_notes
+from alto.records import DataPreview
+from alto.spec import Task
+
+__all__ = ["preview_task"]
+
+
+def preview_task(task: Task, *, num_rows: int) -> DataPreview:
+    """The data of ``task``, its first ``num_rows`` examples, and what is to be known of its model.
+
+    Raises:
+        AltoError: What is wrong with the data, or with the model's tokenizer.
+    """
+    task = with_start(task)
+    rows = read_task_rows(task)
+    tokenizer = load_tokenizer(task.base_model)
+    limits = limits_of(load_config(task.base_model))
+    shown = preview_rows(rows, tokenizer, task, num_rows=num_rows, limits=limits)
+    skeleton = build_skeleton(task.base_model)
+    about_model = model_notes(skeleton, [job.config for job in task.jobs], task.method)
+    return replace(shown, notes=(*task.notes, *shown.notes, *about_model))

@@ -1,0 +1,265 @@
+"""Configurations as Python objects: PEFT's ``LoraConfig``, transformers' ``TrainingArguments`` and TRL's classes of it.
+
+They are recognised by package and class, so that none of the packages has to be installed, and read as files of TRL
+are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from alto.errors import SpecError, UnsupportedError
+from alto.importing.draft import Answers, Draft, Note, NoteKind
+from alto.importing.imported import searched_fields
+from alto.importing.trl import read_adapter, read_trl
+from alto.spec.auto_space import AUTO, auto_space
+from alto.spec.base_objects import is_object_name
+from alto.spec.keys import JOB_ALIASES, TASK_ALIASES
+from alto.spec.method import SETTING_ALIASES, find_method
+from alto.spec.quoting import quoted
+from alto.spec.search_space import SearchSpace
+
+__all__ = ["read_config_objects"]
+
+_METHODS: Mapping[str, str] = {
+    "SFTConfig": "sft",
+    "DPOConfig": "dpo",
+    "KTOConfig": "kto",
+    "ORPOConfig": "orpo",
+    "CPOConfig": "cpo",
+}
+"""By class of TRL: the method that its trainer trains."""
+
+_ADAPTER, _ARGUMENTS = "LoraConfig", "TrainingArguments"
+_ALIASES = {**TASK_ALIASES, **JOB_ALIASES, **SETTING_ALIASES}
+_TOKENS = "_token"
+"""How the keys end whose values transformers hides in a dictionary."""
+
+_NOTHING = Answers(not_needed={}, not_supported={})
+
+_ANY_MODULES = ("",)
+"""Stands for target modules that are not asked for."""
+
+_CHOSEN_BY_PEFT = (
+    "with None PEFT chooses modules by the architecture (of Llama and Qwen q_proj and v_proj): name them, or write "
+    "'all-linear'"
+)
+
+_BELONGING: Mapping[str, tuple[str, ...]] = {
+    "warmup_ratio": ("warmup_steps",),
+    "warmup_steps": ("warmup_ratio",),
+    "num_train_epochs": ("max_steps",),
+    "lr_scheduler_type": ("lr_scheduler_kwargs",),
+    "optim": ("optim_args",),
+    "loss_type": ("loss_weights",),
+}
+"""By field: others that only mean something beside the value that a configuration has for it."""
+
+_OF_TRAINERS: Mapping[str, str] = {"alpha": "AlphaPO's form of the reward does not exist here"}
+"""Keys of trainers that are other tools' spellings of fields, and why they are refused where they are not zero."""
+
+_PRECISIONS = ("bf16", "fp16")
+_HARMLESS = ("report_to", "base_model_name_or_path")
+"""Settings that change nothing of what is learned, although ALTO does not have all of their values."""
+
+
+def read_config_objects(configs: Sequence[object], values: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The keys of a task with those that configurations set, and notes on what is not taken over as it is.
+
+    What the trainer would train is trained: every setting has the value that its object has, its default included.
+
+    Args:
+        configs: At most one of an adapter, and one of a trainer.
+        values: The keys that the user gives themselves, in any spelling; they overrule those of ``configs``, as the
+            search space does.
+
+    Raises:
+        SpecError: One is another object, or there are two of a kind.
+        UnsupportedError: Settings that differ from their defaults would change what is learned, and ALTO does not have
+            them; all are named. Or it is the configuration of another trainer or adapter.
+    """
+    adapter, arguments = _sorted(configs)
+    overruled = _overruled(values)
+    given, defaults = _given(adapter, arguments)
+    asked = {key for key, value in given.items() if key not in defaults or value != defaults[key]}
+    draft = Draft(given=dict(given), folders=(Path.cwd(),), replaced=frozenset({"dataset"}))
+    method = _method_of(arguments, given.get("task_type"), values)
+    if given.get("task_type") == "SEQ_CLS":
+        draft.put("task_type", draft.take("task_type"))
+    for key, reason in _OF_TRAINERS.items():
+        if draft.take(key):
+            draft.not_supported(key, reason)
+    if "simpo_gamma" not in asked and given.get("loss_type") != "simpo":
+        draft.take("simpo_gamma")  # a default that the trainer reads with that form alone
+    if adapter is None or "target_modules" in overruled:
+        draft.given["target_modules"] = _ANY_MODULES
+    elif given["target_modules"] is None:
+        draft.not_supported("target_modules", _CHOSEN_BY_PEFT)
+        asked.add("target_modules")
+        draft.given["target_modules"] = _ANY_MODULES
+    if arguments is None:
+        read_adapter(draft)
+        draft.pass_on(_NOTHING, find_method(method))
+    else:
+        read_trl(draft, method)
+    found = {key: value for key, value in draft.values.items() if key not in overruled and value != _ANY_MODULES}
+    if "max_length" not in given:
+        found.pop("max_length", None)  # transformers' trainer cuts nothing itself
+    if arguments is not None and not arguments.report_to:
+        found.setdefault("report_to", "none")
+    if "gradient_checkpointing" not in asked:
+        found.pop("gradient_checkpointing", None)  # it changes no number, and ALTO finds out whether memory needs it
+    notes = [note for note in draft.notes if note.key in given and _ALIASES.get(note.key, note.key) not in overruled]
+    if is_object_name(str(values.get("model"))) and found.pop("dtype", None) is not None:
+        notes = [note for note in notes if note.key not in _PRECISIONS]
+        notes.append(Note(kind=NoteKind.NOT_NEEDED, key="dtype", text="the model that is an object keeps its own"))
+        asked.add("dtype")
+    return {**found, **values}, _reported(notes, asked)
+
+
+def _overruled(values: Mapping[str, Any]) -> set[str]:
+    """The fields that the user sets in a task, and those that have no meaning without the configuration's value of
+    such a field."""
+    space = values.get("search_space")
+    found = {_ALIASES.get(key, key) for key in values}
+    if space == AUTO:
+        found |= set(auto_space().keys)
+    elif space is not None:
+        found |= set(space.keys) if isinstance(space, SearchSpace) else set(searched_fields(space))
+    return found | {key for name in found for key in _BELONGING.get(name, ())}
+
+
+def _reported(notes: Sequence[Note], asked: Collection[str]) -> tuple[str, ...]:
+    """The notes that say something of settings that the user has made, or of defaults that are trained in another way.
+
+    Raises:
+        UnsupportedError: Settings of the user would change what is learned; all of them are named.
+    """
+    changing = (NoteKind.NOT_SUPPORTED, NoteKind.UNKNOWN)
+    refused = [note for note in notes if note.kind in changing and note.key in asked and note.key not in _HARMLESS]
+    if refused:
+        lines = "\n".join(f"  {_said(note)}" for note in refused)
+        raise UnsupportedError(
+            f"config: expected settings that ALTO trains with, found {len(refused)} that it does not have:\n{lines}\n"
+            "Remove them from the configuration, or give what a line names as a key of the task, which overrules it."
+        )
+    kept = [note for note in notes if note.key in asked or note.kind in (NoteKind.USED, NoteKind.NOT_SUPPORTED)]
+    return tuple(_said(note) for note in kept)
+
+
+def _said(note: Note) -> str:
+    return str(note).replace("--set ", "")  # of the command line
+
+
+def _sorted(configs: Iterable[object]) -> tuple[Any, Any]:
+    """The adapter's configuration and the trainer's arguments; None where there is none.
+
+    Raises:
+        SpecError, UnsupportedError: See :func:`read_config_objects`.
+    """
+    found: dict[str, Any] = {_ADAPTER: None, _ARGUMENTS: None}
+    for config in configs:
+        kind = _kind(config)
+        if kind is None:
+            raise SpecError(
+                "config should be a peft.LoraConfig, a transformers.TrainingArguments, one of TRL's "
+                f"({', '.join(_METHODS)}), or a list of these, found {quoted(config)} ({type(config).__name__}). Write "
+                "its settings as keys of the task."
+            )
+        if found[kind] is not None:
+            raise SpecError(
+                f"config should have one {kind}, found {type(found[kind]).__name__} and {type(config).__name__}."
+                " Remove one; what differs between jobs belongs under 'search_space'."
+            )
+        found[kind] = config
+    return found[_ADAPTER], found[_ARGUMENTS]
+
+
+def _kind(config: object) -> str | None:
+    """Which of the two kinds of configurations it is; None of neither.
+
+    Raises:
+        UnsupportedError: It is of a trainer or an adapter that ALTO does not have.
+    """
+    classes = [(kind.__module__.partition(".")[0], kind.__name__) for kind in type(config).__mro__]
+    if ("transformers", _ARGUMENTS) in classes:
+        if any(package == "trl" for package, _ in classes) and _method_by_class(config) is None:
+            raise UnsupportedError(
+                f"config: expected one of TRL's {', '.join(_METHODS)}, found {type(config).__name__}, of a trainer "
+                "that has no counterpart here; remove it"
+            )
+        return _ARGUMENTS
+    if ("peft", "PeftConfig") in classes:
+        if classes[0] != ("peft", _ADAPTER):
+            raise UnsupportedError(
+                f"config: expected a peft.LoraConfig, found {type(config).__name__}: every job trains a LoRA adapter "
+                "(DoRA is use_dora); give a LoraConfig"
+            )
+        return _ADAPTER
+    return None
+
+
+def _method_by_class(arguments: object) -> str | None:
+    names = [kind.__name__ for kind in type(arguments).__mro__ if kind.__module__.partition(".")[0] == "trl"]
+    return next((_METHODS[name] for name in names if name in _METHODS), None)
+
+
+def _method_of(arguments: object, task_type: object, values: Mapping[str, Any]) -> str:
+    """The method: the user's own, that of the trainer, or that of a classification head."""
+    named = [value for key, value in values.items() if _ALIASES.get(key, key) == "method"]
+    of_class = None if arguments is None else _method_by_class(arguments)
+    if named and isinstance(named[-1], str):
+        return named[-1]
+    if of_class is not None:
+        return of_class
+    if task_type == "SEQ_CLS":
+        return "regression" if values.get("problem_type") == "regression" else "classification"
+    return "sft"
+
+
+def _given(adapter: Any, arguments: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """All settings of both by their names, and their defaults."""
+    given: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
+    for config in (arguments, adapter):
+        if config is not None:
+            given |= _values_of(config)
+            defaults |= _defaults_of(config)
+    if not given.get("fsdp"):
+        given.pop("fsdp_config", None)  # transformers fills it in any case
+    return given, defaults
+
+
+def _values_of(config: Any) -> dict[str, Any]:
+    """The settings as YAML has them."""
+    values = {key: _plain(value) for key, value in config.to_dict().items()}
+    return values | {key: getattr(config, key) for key in values if key.endswith(_TOKENS)}
+
+
+def _defaults_of(config: Any) -> dict[str, Any]:
+    """The defaults by the class alone: arguments that are made anew clear a state that a trainer may be using."""
+    found = {}
+    for field in dataclasses.fields(config):
+        if field.default is not dataclasses.MISSING:
+            found[field.name] = _plain(field.default)
+        elif field.default_factory is not dataclasses.MISSING:
+            found[field.name] = _plain(field.default_factory())
+    return found
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, set | frozenset):
+        return sorted(map(_plain, value))
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _plain(dataclasses.asdict(value))
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return value
