@@ -133,12 +133,12 @@ def _shrunk(default: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
     layers = [name for name in settings if NUM_LAYERS.fullmatch(name) and isinstance(settings[name], int)]
     kept = _kept_layers(settings, max((settings[name] for name in layers), default=0))
     for name, value in default.items():
-        if isinstance(value, dict) and _SYNONYMS.intersection(value):
+        if name == "per_layer_config":
+            settings[name] = {kept.index(int(key)): part for key, part in value.items() if int(key) in kept}
+        elif _is_configuration(value):
             settings[name] = _shrunk(value, vocabulary)
         elif name in layers:
             settings[name] = len(kept) or 2
-        elif name == "per_layer_config":
-            settings[name] = {kept.index(int(key)): part for key, part in value.items() if int(key) in kept}
         elif isinstance(value, list | tuple) and kept and layers and len(value) == default[layers[0]]:
             settings[name] = [value[index] for index in kept]
         elif name in ("vocab_size", "vocab_size_per_layer_input"):
@@ -159,6 +159,13 @@ def _shrunk(default: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
 
 
 _SYNONYMS = {"hidden_size", "d_model", "n_embd", "vocab_size"}
+
+
+def _is_configuration(value: object) -> bool:
+    """Whether ``value`` is the configuration of a model, or holds such configurations."""
+    if not isinstance(value, dict):
+        return False
+    return bool(_SYNONYMS.intersection(value)) or any(_is_configuration(part) for part in value.values())
 
 
 def _kept_layers(settings: Mapping[str, Any], num_layers: int) -> list[int]:
