@@ -46,7 +46,7 @@ class Expansion:
     space: SearchSpace
     search: Search
     data_seed: int
-    fixed: Mapping[str, Any]
+    fixed: Mapping[str, Any] = field(compare=False)  # as written; equal tasks may be written differently
     sources: Sequence[MixtureSource]
     method: Method
 
