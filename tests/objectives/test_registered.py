@@ -260,9 +260,9 @@ def test_memory_that_runs_out_in_terms_is_dealt_with_as_elsewhere(install: Insta
 
 
 def test_a_check_that_raises_is_named(install: Install) -> None:
-    install(terms=("        pass", "        dataset.rows"))
+    install(terms=("        pass", "        dataset.absent"))
     with pytest.raises(
-        UnsupportedError, match=r"SimPO.check: .* AttributeError: .*'rows', in objective.py:\d+ of simpo"
+        UnsupportedError, match=r"SimPO.check: .* AttributeError: .*'absent', in objective.py:\d+ of simpo"
     ):
         find_objective("simpo").check(PAIRS.train, [])
 
@@ -408,7 +408,7 @@ def test_its_setting_is_searched_from_the_task_file_to_the_report(install: Insta
     assert set(best["metrics"]) == set(alto.spec.PREFERENCE_METRICS)
     found = importance_of_settings(history)
     assert found is not None
-    assert {setting.key for setting in found.settings} == {"learning_rate", "target_margin", "seed"}
+    assert set(found.keys) == {"learning_rate", "target_margin", "seed"}
     assert "target_margin" in (Path(result.run_dir) / "report.html").read_text(encoding="utf-8")
     notes = read_events(Path(result.run_dir) / "journal.jsonl")[0]["notes"]
     assert not any("Jobs differ in" in note for note in notes), "the accuracy does not depend on the margin"
