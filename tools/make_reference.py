@@ -423,7 +423,8 @@ first of these that exists is used. A list under `dataset` is a mixture of sever
 
 Messages are `{{role, content}}` (`sharegpt`: `{{from, value}}`). The replies of the assistant are trained, with the
 token that ends them; of `text`, everything. A message with `weight: 0` is shown and not trained. `train_on` trains all
-tokens or the last reply only; `raw_prompt_completion` is only named, never recognised: [data.md](data.md).
+tokens or the last reply only; `raw_prompt_completion` and, of pairs, `raw_preference` are only named, never recognised:
+[data.md](data.md#prompts-and-completions-without-a-chat).
 
 A message of the assistant may have `tool_calls` (OpenAI's form, flat, or the older `function_call`; arguments as an
 object or as JSON text) beside its content or instead of it; `tool` messages hold results and are shown, not trained.
@@ -433,9 +434,9 @@ joined where all are text; images and audio are refused. Parts that the template
 listed with counts before training. Which tokens are trained under well-known templates:
 [chat-templates.md](chat-templates.md).
 
-**Pairs** (`preference`, `openai_preference`) are for `method: dpo`, `orpo` and `cpo`, **labelled replies**
-(`unpaired_preference`; a `label` is true where the reply, which may be the last message, is desirable) for `kto`,
-which also makes two of each pair;
+**Pairs** (`preference`, `raw_preference`, `openai_preference`) are for `method: dpo`, `orpo` and `cpo`,
+**labelled replies** (`unpaired_preference`; a `label` is true where the reply, which may be the last message, is
+desirable) for `kto`, which also makes two of each pair;
 **texts with labels** (`text_classification`) for `classification` and `regression`
 ([data.md](data.md#texts-with-labels)); the others are for `sft`; where a dataset has columns of several, the method
 takes its own. A reply is a text, a message or a list of messages.

@@ -159,7 +159,16 @@ columns = st.sampled_from(
 )
 
 
-FORMS = ("messages", "sharegpt", "prompt_completion", "alpaca", "text", "preference", "openai_preference")
+FORMS = (
+    "messages",
+    "sharegpt",
+    "prompt_completion",
+    "alpaca",
+    "text",
+    "preference",
+    "raw_preference",
+    "openai_preference",
+)
 
 
 @settings(max_examples=examples(150))

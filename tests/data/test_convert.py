@@ -121,8 +121,6 @@ def test_conversations_of_unlike_length_differ_at_their_first_difference() -> No
 @pytest.mark.parametrize(
     ("row", "found"),
     [
-        ({"chosen": "a", "rejected": "b"}, "a prompt beside chosen and rejected replies, found ['chosen', 'rejected']"),
-        ({"chosen": reply("a"), "rejected": reply("b")}, "expected a prompt beside chosen and rejected replies"),
         ({"prompt": None, "chosen": "a", "rejected": "b"}, "expected a prompt beside chosen and rejected replies"),
         ({"prompt": "p", "chosen": None, "rejected": "b"}, "expected chosen to be a text, found None"),
         ({"prompt": "p", "chosen": "a", "rejected": "a"}, "expected two different replies, found ['a', 'a']"),
@@ -158,3 +156,14 @@ def test_a_wrong_pair_names_its_place_and_what_was_found(row: dict[str, Any], fo
     assert said.startswith("rows.jsonl:1: expected ")
     assert found in said
     assert said.endswith("; correct the row")
+
+
+@pytest.mark.parametrize("make", [str, reply])
+def test_replies_without_a_prompt_name_what_to_do(make: Any) -> None:
+    with pytest.raises(DataFormatError) as caught:
+        convert({"chosen": make("a"), "rejected": make("b")})
+    assert str(caught.value) == (
+        "rows.jsonl:1: expected a column with the prompt beside chosen and rejected replies, found chosen, rejected; "
+        "name it with columns: {prompt: <its column>}, or, where both are texts that begin with the prompt, join them "
+        "as they are with dataset_format: raw_preference"
+    )

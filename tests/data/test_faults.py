@@ -54,6 +54,12 @@ def test_every_kind_of_fault_is_listed_in_one_error(tmp_path: Path) -> None:
     assert all("expected" in line and "found" in line for line in lines)
 
 
+def test_a_line_that_ends_too_early_is_not_called_two(tmp_path: Path) -> None:
+    with pytest.raises(BadRowsError, match=r"train\.jsonl:2: expected one JSON object a line, ") as caught:
+        read_task_rows(make(tmp_path, GOOD, '{"prompt": "p", "completion": "c"', *[GOOD] * 20))
+    assert "(Expecting ',' delimiter)" in str(caught.value)
+
+
 def test_twenty_are_listed_and_all_are_counted(tmp_path: Path) -> None:
     with pytest.raises(BadRowsError) as caught:
         read_task_rows(make(tmp_path, *["{"] * 30, *[GOOD] * 5, BAD[FaultKind.NO_REPLY]))

@@ -20,8 +20,9 @@ pytest.importorskip("trl", reason="the oracle needs the extra 'bench'")
 from budgets import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from merging import BLANK, MARKED, merging_tokenizer
 from tiny import load_tokenizer
-from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
@@ -34,12 +35,6 @@ with warnings.catch_warnings():
 
 GPT2 = Path(__file__).resolve().parents[3] / "shared" / "tokenizers" / "gpt2"
 
-BLANK = (
-    # The opening of a reply ends in a blank, as in many templates without tokens of their own.
-    "{% for m in messages %}{{ 'User: ' if m.role == 'user' else 'Assistant: ' }}{{ m.content }}"
-    "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}\n{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'Assistant: ' }}{% endif %}"
-)
 ENDLESS = (
     # Nothing ends a turn but the next one, as in GLM.
     "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
@@ -55,25 +50,6 @@ LAST_EOS = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|user|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% else %}{{ eos_token }}{% endif %}"
 )
-MARKED = (
-    # The mood in brackets is the assistant's; the note behind is not.
-    "{% for m in messages %}{% if m.role == 'assistant' %}<|assistant|>note:"
-    "{% generation %}({{ m.mood }}){{ m.content }}<|end|>{% endgeneration %}noted{% else %}"
-    "<|{{ m.role }}|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>note:{% endif %}"
-)
-
-
-def merging_tokenizer() -> Any:
-    """Letters, and a blank that merges with the word ``Yes`` behind it: `` Yes`` is one token."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    pairs = [("Y", "e"), ("Ye", "s"), ("Ġ", "Yes"), ("Ċ", "Ċ")]
-    vocabulary = {token: index for index, token in enumerate([*letters, *("".join(pair) for pair in pairs)])}
-    tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=pairs))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in ("<|end|>", "<|user|>", "<|assistant|>")])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
 
 
 def gpt2_tokenizer() -> Any:

@@ -52,7 +52,8 @@ def encode_dataset(
     """
     limits = limits or ModelLimits()
     limit = row_limit(max_length, limits)
-    encoder = Encoder(tokenizer, train_on)
+    is_labelled = bool(conversations) and isinstance(conversations[0], LabelledConversation)
+    encoder = Encoder(tokenizer, train_on, follows_marks=not is_labelled)
     writer = MemoryWriter() if writer is None else writer
     num_rows = num_truncated = num_masked = num_unrolled = 0
     faults = FaultList(f"the {what} data")
@@ -85,7 +86,7 @@ def encode_dataset(
         )
     return EncodedDataset.of(
         writer.rows(),
-        is_labelled=isinstance(conversations[0], LabelledConversation),
+        is_labelled=is_labelled,
         num_truncated=num_truncated,
         num_skipped=num_rows - len(writer),
         num_masked=num_masked,

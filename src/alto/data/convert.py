@@ -18,7 +18,7 @@ from alto.data.conversation import (
 from alto.data.formats import Layout
 from alto.data.labels import LabelError, LabelReader
 from alto.data.messages import read_message, read_template_options, read_tools
-from alto.data.rows import FaultKind, RawRow, RowError, RowFault, quoted
+from alto.data.rows import FaultKind, RawRow, RowError, RowFault, listed, quoted
 
 __all__ = ["label_of", "to_conversation", "to_labelled", "to_labelled_text", "to_pair"]
 
@@ -273,11 +273,39 @@ def _preference(fields: _Fields) -> _Conversations:
     chosen, rejected = (fields.turns_or_text(role, "assistant") for role in ("chosen", "rejected"))
     given = fields.get("prompt")
     if given is None and not all(isinstance(fields.get(role), list) for role in ("chosen", "rejected")):
+        if fields.layout.column("prompt") is None:
+            reason = (
+                "expected a column with the prompt beside chosen and rejected replies, found "
+                f"{listed(fields.row.values)}; name it with columns: {{prompt: <its column>}}, or, where both are "
+                "texts that begin with the prompt, join them as they are with dataset_format: raw_preference"
+            )
+            raise RowError(fields.row.where, RowFault(FaultKind.NO_COLUMNS, reason))
         raise fields.wrong("a prompt beside chosen and rejected replies", list(fields.row.values))
     if given is None or (isinstance(given, str) and "assistant" not in (chosen[0].role, rejected[0].role)):
         return chosen, rejected
     prompt = [_with_input("prompt", fields)] if fields.get("input") else fields.turns_or_text("prompt", "user")
     return _behind(prompt, "chosen", fields), _behind(prompt, "rejected", fields)
+
+
+def _raw_preference(fields: _Fields) -> _Conversations:
+    """Texts that are joined as they are; without a prompt it is what both begin with, as in TRL."""
+    chosen, rejected = fields.text("chosen"), fields.text("rejected")
+    if fields.layout.column("prompt") is None:
+        begin = _num_common(chosen, rejected)
+        prompt, chosen, rejected = chosen[:begin], chosen[begin:], rejected[begin:]
+    else:
+        prompt = fields.text("prompt")
+    first = Message("text", prompt, is_context=True)
+    return [first, Message("assistant", chosen)], [first, Message("assistant", rejected)]
+
+
+def _num_common(first: str, second: str) -> int:
+    """Letters that both begin with: without a blank at their end, and never all of one (TRL's ``extract_prompt``)."""
+    most = min(len(first), len(second)) - 1
+    shared = next((place for place in range(most + 1) if first[place] != second[place]), None)
+    if shared is None:
+        return max(most, 0)
+    return shared - 1 if shared and first[shared - 1] == " " else shared
 
 
 def _openai_preference(fields: _Fields) -> _Conversations:
@@ -288,6 +316,7 @@ def _openai_preference(fields: _Fields) -> _Conversations:
 
 _PAIR_CONVERTERS: Mapping[str, Callable[[_Fields], _Conversations]] = {
     "preference": _preference,
+    "raw_preference": _raw_preference,
     "openai_preference": _openai_preference,
 }
 

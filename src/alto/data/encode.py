@@ -119,11 +119,14 @@ class Encoder:
     Args:
         tokenizer: Tokenizer of the base model.
         train_on: Which tokens are trained.
+        follows_marks: Whether ``{% generation %}`` in the template says which tokens of a reply are trained. TRL's
+            trainers of preferences do not read it, and train whole replies.
     """
 
-    def __init__(self, tokenizer: Any, train_on: TrainOn = "completion") -> None:
+    def __init__(self, tokenizer: Any, train_on: TrainOn = "completion", *, follows_marks: bool = True) -> None:
         self.num_shortened = 0
         self._train_on = train_on
+        self._follows_marks = follows_marks
         self._tokenizer = tokenizer
         self._template = ChatTemplate(tokenizer) if getattr(tokenizer, "chat_template", None) else None
         self._given: Counter[str] = Counter()
@@ -158,9 +161,10 @@ class Encoder:
         replies = [self._reply(template, conversation, position) for position in trained]
         self.num_shortened += sum(_is_shortened(reply) for reply in replies)
         is_one_row = all(text.startswith((reply.through, reply.stem)) for reply in replies)
-        is_marked = template.is_marked(conversation) and self._is_fast
-        is_all_trained = all(turn.is_trained for turn in conversation if turn.role == "assistant")
         is_apart = all(reply.is_apart for reply in replies)
+        # Where the text before a reply is rewritten, the marks alone tell where the reply is.
+        is_marked = template.is_marked(conversation) and self._is_fast and (self._follows_marks or not is_apart)
+        is_all_trained = all(turn.is_trained for turn in conversation if turn.role == "assistant")
         if is_marked and is_all_trained and (is_one_row or not is_apart):
             self._count_unread(conversation, [(conversation, text)])
             return [self._ended(*template.marked_tokens(conversation))]
@@ -294,7 +298,8 @@ class Encoder:
                     raise ConversationError(
                         "expected a chat template that shows calls of tools, found one (or none) that leaves out "
                         f"{quoted(bare.other_keys()[name])}, all that a reply consists of, so that only its end would "
-                        "be trained; use a base model that calls tools, or leave such rows out"
+                        "be trained; use a base model that calls tools, set a chat_template that shows them, or leave "
+                        "such rows out"
                     )
 
     def _shows(self, conversation: Conversation) -> str | None:

@@ -126,7 +126,7 @@ def _json_lines(lines: IO[str], path: str) -> Iterator[RawRow]:
         if fault is not None:
             yield RawRow(where, {}, fault)
         elif line.strip():
-            parsed = _parse(line, "one JSON object a line", "write every row on one line")
+            parsed = _parse(line.strip(), "one JSON object a line", "write every row on one line")
             yield RawRow(where, {}, parsed) if isinstance(parsed, RowFault) else _row(parsed, where)
 
 

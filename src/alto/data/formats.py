@@ -14,6 +14,8 @@ form                          columns (optional ones in brackets)
 ``preference``                ``chosen`` and ``rejected`` (or ``chosen_response`` and ``rejected_response``), each a
                               text or messages, and a prompt in one of the columns of :data:`_PROMPTS`, which lists of
                               messages may begin with themselves; [``system``]
+``raw_preference``            ``chosen`` and ``rejected``, texts only, which begin with the prompt where there is no
+                              ``prompt``; never recognised, only named
 ``openai_preference``         ``input`` (``{messages: […]}``), ``preferred_output``, ``non_preferred_output``
 ``unpaired_preference``       the columns of ``prompt_completion``, or a list of messages that ends with the reply, and
                               ``label``: whether the reply is desirable; only where a method learns from labels
@@ -21,9 +23,8 @@ form                          columns (optional ones in brackets)
                               ``messages``; only where a method learns the labels of texts
 ============================  ================================================================================
 
-All but ``text``, ``raw_prompt_completion`` and ``openai_preference`` (whose ``input`` may hold ``tools``) may have
-``tools``, or ``functions``, the older name of them, and ``chat_template_kwargs``: further arguments of the chat
-template.
+All but ``text``, the raw forms and ``openai_preference`` (whose ``input`` may hold ``tools``) may have ``tools``, or
+``functions``, the older name of them, and ``chat_template_kwargs``: further arguments of the chat template.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ from alto.errors import DataFormatError
 
 __all__ = ["Layout", "find_layout"]
 
-_NAMED_FORMS = ("raw_prompt_completion",)
+_NAMED_FORMS = ("raw_prompt_completion", "raw_preference")
 """Forms that are never recognised: their columns are those of another one."""
 
-_PAIR_FORMS = ("preference", "openai_preference")
+_PAIR_FORMS = ("preference", "raw_preference", "openai_preference")
 _LABELLED_FORM = "unpaired_preference"
 _CLASSIFICATION_FORM = "text_classification"
 
@@ -72,6 +73,8 @@ _REQUIRED: tuple[tuple[str, _Columns], ...] = (
     ("text", (("text", "text"),)),
     ("preference", (("chosen", "chosen"), ("rejected", "rejected"))),
     ("preference", (("chosen", "chosen_response"), ("rejected", "rejected_response"))),
+    ("raw_preference", (("chosen", "chosen"), ("rejected", "rejected"))),
+    ("raw_preference", (("chosen", "chosen_response"), ("rejected", "rejected_response"))),
     (
         "openai_preference",
         (
@@ -98,6 +101,7 @@ _OPTIONAL: Mapping[str, tuple[str, ...]] = {
     "alpaca": ("input", "system", "history", *_BESIDE_TURNS),
     "text": (),
     "preference": ("prompt", "input", "system", *_BESIDE_TURNS),
+    "raw_preference": ("prompt",),
     "openai_preference": (),
     "unpaired_preference": ("system", *_BESIDE_TURNS),
     "text_classification": (),

@@ -161,7 +161,8 @@ def tokenizer_notes(tokenizer: Any, conversations: Iterable[Conversation]) -> li
     if is_conversation and not has_template:
         notes.append(
             "The tokenizer has no chat template: a prompt is given as plain text with a line break after it, and "
-            "the adapter expects the same where it is served; dataset_format: raw_prompt_completion adds nothing."
+            "the adapter expects the same where it is served; dataset_format: raw_prompt_completion (of pairs: "
+            "raw_preference) adds nothing."
         )
     return notes
 

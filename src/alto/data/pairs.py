@@ -38,7 +38,8 @@ def encode_pairs(
 
     A pair is left out and counted where a reply is empty or not trained (it would teach the length of replies, not
     their content), where both replies have the same tokens, and where nothing in which they differ is left before the
-    cut.
+    cut. Trained tokens are those of TRL's ``DPOTrainer``: ``{% generation %}`` in the template is not read, and both
+    replies begin at the same token, the first that is trained in either.
 
     Args:
         pairs: The rows.
@@ -58,7 +59,7 @@ def encode_pairs(
     """
     limits = limits or ModelLimits()
     limit = row_limit(max_length, limits)
-    encoder = Encoder(tokenizer)
+    encoder = Encoder(tokenizer, follows_marks=False)
     writer = MemoryWriter() if writer is None else writer
     num_truncated = num_alike = num_masked = 0
     faults = FaultList(f"the {what} data")
@@ -69,7 +70,7 @@ def encode_pairs(
             num_masked += 1
             continue
         try:
-            rows = [_encode_conversation(conversation, encoder) for conversation in pair.conversations]
+            rows = _begun_together([_encode_conversation(conversation, encoder) for conversation in pair.conversations])
         except ConversationError as error:
             faults.add(f"pair {number} of the {what} data", RowFault(FaultKind.REFUSED, str(error)))
             continue
@@ -118,6 +119,20 @@ def _encode_conversation(conversation: Conversation, encoder: Encoder) -> Encode
             "make the last one the reply, and the others part of the prompt"
         )
     return rows[0]
+
+
+def _begun_together(rows: list[EncodedRow]) -> list[EncodedRow]:
+    """Both conversations, trained from the first token on that is trained in either: where one reply merges with the
+    end of the prompt, the other is trained from that token on as well, so that both are compared after the same prompt.
+    """
+    begins = [row.is_trained.index(True) for row in rows if any(row.is_trained)]
+    if len(begins) < len(rows):
+        return rows
+    first = min(begins)
+    return [
+        EncodedRow(row.input_ids, (*row.is_trained[:first], *[True] * (begin - first), *row.is_trained[begin:]))
+        for row, begin in zip(rows, begins, strict=True)
+    ]
 
 
 def _num_shared(chosen: EncodedRow, rejected: EncodedRow) -> int:

@@ -37,7 +37,15 @@ _SHARED = (
 )
 """Keys of a task that decide what a job learns from, or how it is judged."""
 
-_TRL_FORMS = ("messages", "prompt_completion", "raw_prompt_completion", "text", "preference", "unpaired_preference")
+_TRL_FORMS = (
+    "messages",
+    "prompt_completion",
+    "raw_prompt_completion",
+    "text",
+    "preference",
+    "raw_preference",
+    "unpaired_preference",
+)
 """Forms of rows that TRL knows by their columns."""
 
 _OF_FORMS = ("loss_type", "loss_weights", "rpo_alpha")

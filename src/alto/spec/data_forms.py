@@ -18,6 +18,7 @@ RowFormName = Literal[
     "alpaca",
     "text",
     "preference",
+    "raw_preference",
     "openai_preference",
     "unpaired_preference",
     "text_classification",
