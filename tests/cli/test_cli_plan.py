@@ -117,3 +117,12 @@ def test_what_is_planned_is_what_a_run_expects_and_shows(task_file: Path, monkey
     assert f"0 % done · about {format_duration(expected_s)} left" in shown
     interrupted = json.loads(CliRunner().invoke(app, ["show", str(run), "--json"]).output)
     assert (interrupted["state"], interrupted["remaining_s"]) == ("interrupted", None)
+
+
+def test_long_lines_of_a_plan_continue_below_their_own_beginning(task_file: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    lines = CliRunner().invoke(app, ["plan", str(task_file)]).output.splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("packing:    max_slots"))
+    assert lines[start + 1].startswith(" " * 12)
+    assert not lines[start + 1].startswith(" " * 13)
+    assert "at most" in " ".join(line.strip() for line in lines[start : start + 3])

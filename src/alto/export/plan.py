@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -24,29 +25,45 @@ def plan_text(plan: TaskPlan, *, price_per_hour: float | None = None) -> Rendera
     smallest, largest = plan.num_parameters
     mean, longest = plan.row_tokens
     measured = "measured earlier (--refresh measures again)" if plan.is_cached else "measured now"
-    lines = [
-        f"{plan.task} on {plan.model}, {plan.device}",
-        f"jobs:       {plan.num_jobs:,}, with {_span(smallest, largest)} trainable parameters each",
-        f"rows:       {mean:,.0f} tokens on average, {longest:,} in the longest",
-        f"memory:     {_size(memory.fixed_bytes)} + {memory.bytes_per_token / 1024:,.1f} KiB a token of a micro-batch "
-        f"+ {_size(plan.slot_bytes)} a slot, of {_size(planned)} "
-        f"({memory.margin:.0%} of {_size(memory.capacity_bytes)})",
-        f"            {measured} in {format_duration(plan.profile_s)}: {len(memory.points)} steps, memory estimate "
-        f"error {format_share(memory.error_median)} (at worst {format_share(memory.error_worst)})",
+    head = [
+        ("jobs", f"{plan.num_jobs:,}, with {_span(smallest, largest)} trainable parameters each"),
+        ("rows", f"{mean:,.0f} tokens on average, {longest:,} in the longest"),
+        (
+            "memory",
+            f"{_size(memory.fixed_bytes)} + {memory.bytes_per_token / 1024:,.1f} KiB a token of a micro-batch "
+            f"+ {_size(plan.slot_bytes)} a slot, of {_size(planned)} "
+            f"({memory.margin:.0%} of {_size(memory.capacity_bytes)})",
+        ),
+        (
+            "",
+            f"{measured} in {format_duration(plan.profile_s)}: {len(memory.points)} steps, memory estimate "
+            f"error {format_share(memory.error_median)} (at worst {format_share(memory.error_worst)})",
+        ),
     ]
     chosen = (
-        f"packing:    max_slots {plan.max_slots}, max_tokens_per_step {plan.max_tokens_per_step:,}, "
+        f"max_slots {plan.max_slots}, max_tokens_per_step {plan.max_tokens_per_step:,}, "
         f"max_tokens_per_pass {plan.max_tokens_per_pass:,}"
         + (", gradient_checkpointing" if plan.gradient_checkpointing else "")
         + f"; at most {_size(plan.peak_bytes)}"
     )
     most, expected = (None, None) if price_per_hour is None else plan.cost(price_per_hour)
-    time = [f"time:       {_priced(plan.duration_s, most)} with early exit off"]
+    time = [("time", f"{_priced(plan.duration_s, most)} with early exit off")]
     if plan.expected_duration_s < plan.duration_s:
-        time.append(f"            {_priced(plan.expected_duration_s, expected)} expected with it")
-    notes = [f"note:       {clean(note)}" for note in plan.notes]
-    why = [f"            one slot: {plan.why_one_slot}"] if plan.why_one_slot else []
-    return Group(Text("\n".join(lines)), _table(plan), Text("\n".join([chosen, *why, *time, *notes, ""])))
+        time.append(("", f"{_priced(plan.expected_duration_s, expected)} expected with it"))
+    notes = [("note", clean(note)) for note in plan.notes]
+    why = [("", f"one slot: {plan.why_one_slot}")] if plan.why_one_slot else []
+    title = Text(f"{plan.task} on {plan.model}, {plan.device}")
+    return Group(title, _labelled(head), _table(plan), _labelled([("packing", chosen), *why, *time, *notes]), Text(""))
+
+
+def _labelled(lines: Sequence[tuple[str, str]]) -> Table:
+    """A label and a text a line; a text that is too long continues below its own beginning."""
+    table = Table.grid()
+    table.add_column(width=12, no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, text in lines:
+        table.add_row(Text(f"{label}:" if label else ""), Text(text))
+    return table
 
 
 def schedule_text(schedule: Schedule) -> RenderableType:
@@ -79,10 +96,10 @@ def schedule_text(schedule: Schedule) -> RenderableType:
         "feasible": f"none is shorter than {format_duration(schedule.bound_s)}",
         "heuristic": f"none is shorter than {format_duration(schedule.bound_s)}",
     }[schedule.status]
-    lines = [f"together:   about {format_duration(schedule.makespan_s)} by {schedule.method}; {quality}"]
+    lines = [("together", f"about {format_duration(schedule.makespan_s)} by {schedule.method}; {quality}")]
     if schedule.notice:
-        lines.append(f"note:       {clean(schedule.notice)}")
-    return Group(table, Text("\n".join([*lines, ""])))
+        lines.append(("note", clean(schedule.notice)))
+    return Group(table, _labelled(lines), Text(""))
 
 
 def _table(plan: TaskPlan) -> Table:
