@@ -361,8 +361,9 @@ def refused_section() -> str:
     return f"""## Keys that are refused
 
 Keys of transformers' `TrainingArguments`, TRL's `SFTConfig`, `DPOConfig` and `KTOConfig`, PEFT's `LoraConfig` and of
-LLaMA-Factory that tasks do not have are refused by name rather than ignored, all in one error, so that nobody believes
-that they have an effect. With null, or with a value in brackets, a key asks for nothing and is left out silently.
+LLaMA-Factory, and arguments of TRL's trainers, that tasks do not have are refused by name rather than ignored, all in
+one error, so that nobody believes that they have an effect. With null, or with a value in brackets, a key asks for
+nothing and is left out silently.
 `alto import` turns whole configurations of these tools into tasks: [coming-from-axolotl.md](coming-from-axolotl.md).
 
 They would change what is learned:

@@ -188,6 +188,12 @@ class TestBothPrograms:
         imported = load_task("imported.yaml")
         assert (imported.jobs[0].config, imported.max_length) == (trained.jobs[0].config, trained.max_length)
 
+    def test_the_objects_of_the_script_are_the_configuration_of_the_program(self, page: Page) -> None:
+        trained = load_run_task(RunDir(Path(page.names["one"].run_dir)), trust_remote_code=False)
+        same = page.names["same"]
+        assert (same.jobs[0].config, same.max_length) == (trained.jobs[0].config, trained.max_length)
+        assert same.base_model.dtype == trained.base_model.dtype == "float32"
+
     def test_the_winner_is_ready_to_generate(self, page: Page) -> None:
         model = page.names["model"]
         assert not model.training

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -11,9 +12,9 @@ pytest.importorskip("trl", reason="needs the extra 'bench'")
 
 from peft import LoraConfig
 from transformers import TrainingArguments
-from trl import DPOConfig, KTOConfig, ModelConfig, SFTConfig
+from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, ModelConfig, SFTConfig, SFTTrainer
 
-from alto.errors import AltoError
+from alto.errors import AltoError, UnsupportedError
 from alto.spec import Task
 from alto.spec.keys import FIELD_DEFAULTS, NOT_NEEDED_KEYS, UNSUPPORTED_KEYS
 from alto.spec.trainer_keys import TRAINER_OFF_VALUES
@@ -77,6 +78,25 @@ def test_a_default_asks_for_nothing(kind: type[Any], field: dataclasses.Field[An
             task_with(kind, field.name, default)
     else:
         task_with(kind, field.name, default)
+
+
+KEYS = {"model", "train_dataset", "eval_dataset"}
+TRAINERS = (SFTTrainer, DPOTrainer, KTOTrainer)
+ARGUMENTS = sorted({name for trainer in TRAINERS for name in signature(trainer).parameters} - KEYS)
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_an_argument_of_a_trainer_is_a_key_or_is_answered(name: str) -> None:
+    """As in a script whose ``SFTTrainer(`` has become ``alto.Task(``."""
+    with pytest.raises(UnsupportedError, match=f"the task has the key '{name}', which is not supported\\. [A-Z]"):
+        Task(**{"model": "alto-tiny", "dataset": "train.jsonl", name: lambda: "something"})
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_the_defaults_of_a_trainer_ask_for_nothing(trainer: type[Any]) -> None:
+    given = {name: parameter.default for name, parameter in signature(trainer).parameters.items()}
+    given |= {"model": "alto-tiny", "train_dataset": "train.jsonl"}
+    assert Task(**given).jobs == Task(model="alto-tiny", dataset="train.jsonl").jobs
 
 
 def test_no_exception_is_left_over() -> None:

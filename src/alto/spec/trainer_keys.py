@@ -91,7 +91,27 @@ _DETERMINISM = (
     "--packing-from RUN'. Remove the key."
 )
 
+_OBJECTS = "Give it in 'config', a list of a peft.LoraConfig and the arguments of a trainer, or its settings as keys."
+_METRICS = "Write 'metric', or score the answers of the best jobs with 'select_by'."
+_OPTIMIZER = "Write 'optim', 'optim_args' and 'lr_scheduler_type'."
+
+_OF_TRAINERS: Mapping[str, str] = {
+    "args": _OBJECTS,
+    "peft_config": _OBJECTS,
+    "processing_class": "The tokenizer is that of 'model'. Beside a model that is an object, write 'tokenizer'.",
+    "formatting_func": "Write 'columns' and 'dataset_format', or give rows that are formatted already.",
+    "data_collator": "Rows are concatenated without padding; 'train_on' says which tokens are trained. Remove the key.",
+    "compute_loss_func": "Write an objective of your own (docs/objectives.md), and name it in 'method'.",
+    "compute_metrics": _METRICS,
+    "preprocess_logits_for_metrics": _METRICS,
+    "callbacks": "Give them to alto.Engine(observers=[...]); jobs are stopped early as 'early_exit' says.",
+    "optimizers": _OPTIMIZER,
+    "optimizer_cls_and_kwargs": _OPTIMIZER,
+}
+"""Arguments of the trainers themselves, beside those that are keys of a task."""
+
 UNSUPPORTED_TRAINER_KEYS: Mapping[str, str] = {
+    **_OF_TRAINERS,
     "activation_offloading": "Write 'gradient_checkpointing: true' to save the memory of activations.",
     "assistant_only_loss": "Write 'train_on: all' to train every token; 'completion', the default, trains replies.",
     "completion_only_loss": "Write 'train_on: all' to train every token; 'completion', the default, trains replies.",
@@ -123,6 +143,7 @@ _ACCELERATOR = {
 """The default of ``accelerator_config``, as transformers writes it."""
 
 TRAINER_OFF_VALUES: Mapping[str, tuple[Any, ...]] = {
+    "optimizers": ((None, None), [None, None]),
     **dict.fromkeys(
         (
             *("batch_eval_metrics", "bf16_full_eval", "fp16_full_eval", "dataloader_drop_last"),
