@@ -1,5 +1,5 @@
-"""The steps of a refit equal those of PEFT and torch (on pairs with TRL's loss) on the training and the validation rows,
-in the winner's order of rows and on the winner's learning-rate schedule."""
+"""The steps of a refit equal those of PEFT and torch, on pairs with the loss of TRL, on training and validation rows
+together, in the winner's order of rows and on its learning-rate schedule."""
 
 from __future__ import annotations
 
