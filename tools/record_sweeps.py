@@ -199,6 +199,7 @@ def make_task(name: str, plan: Plan, number: int, data: Path, small: Path | None
         dataset=str(files["train"]),
         validation_dataset=str(files["validation"]),
         test_dataset=str(files["test"]),
+        test_jobs="all",
         columns=plan.columns,
         search_space=plan.spaces[number],
         early_exit=OBSERVE,

@@ -235,7 +235,10 @@ def test_gpus_are_free_again_when_their_executor_has_ended(start_cluster: StartC
     assert started.until_ended("b").outcome is Outcome.FINISHED
 
 
-def test_the_ranks_of_an_executor_find_each_other_and_share_its_threads(start_cluster: StartCluster) -> None:
+def test_the_ranks_of_an_executor_find_each_other_and_share_its_threads(
+    start_cluster: StartCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     started = start_cluster("ranks_meet", num_gpus=2)
     started.start(gpus=(0, 1), num_ranks=2)
     ranks = started.until_told("met")["ranks"]
@@ -314,7 +317,10 @@ def test_closing_leaves_no_rank(start_cluster: StartCluster) -> None:
 
 
 @here
-def test_an_executor_uses_its_share_of_the_cores_alone(start_cluster: StartCluster) -> None:
+def test_an_executor_uses_its_share_of_the_cores_alone(
+    start_cluster: StartCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     started = start_cluster("tells_devices", num_gpus=2)
     started.start(gpus=(1,))
     assert started.until_told("devices")["threads"] == max(1, len(os.sched_getaffinity(0)) // 2)

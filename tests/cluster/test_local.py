@@ -106,10 +106,23 @@ def test_an_executor_takes_its_share_of_the_cores(
     start_local: StartLocal, monkeypatch: pytest.MonkeyPatch, gpus: tuple[int, ...], threads: int
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(13)))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     started = start_local("tells_variables", 4)
     started.start(gpus=gpus)
     told = started.until_told("environment")
     assert (told["OMP_NUM_THREADS"], told["CUDA_VISIBLE_DEVICES"]) == (str(threads), "")
+
+
+@pytest.mark.parametrize(("asked", "threads"), [("6", 3), ("5,2", 2), ("1", 1), ("99", 6), ("0", 6), ("all", 6)])
+@pytest.mark.usefixtures("no_gpus")
+def test_executors_share_no_more_cores_than_the_user_allows(
+    start_local: StartLocal, monkeypatch: pytest.MonkeyPatch, asked: str, threads: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(13)))
+    monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    started = start_local("tells_variables", 2)
+    started.start()
+    assert started.until_told("environment")["OMP_NUM_THREADS"] == str(threads)
 
 
 def test_output_goes_to_the_log_of_the_attempt_and_never_to_the_terminal(

@@ -51,6 +51,48 @@ class TestABudget:
         run.train()
         assert {event["reason"] for event in run.events("job_exited")} == {"budget"}
 
+    def test_from_two_fifths_on_the_slots_are_for_the_jobs_that_train(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from alto.executor import session
+        from alto.executor.exploration import Exploration
+
+        beside_others: list[float] = []
+        add = Exploration._add_suggestion
+
+        def noted(exploration: Exploration) -> bool:
+            if exploration._state.selection.training:
+                beside_others.append(exploration.spent_share())
+            return add(exploration)
+
+        monkeypatch.setattr(Exploration, "_add_suggestion", noted)
+        search = {"algorithm": "tpe", "num_initial_jobs": 3, "budget": {"samples": 900}}
+        settings = {"early_exit": {"rungs": [[0.25, 0.5], [0.5, 0.5]]}, "max_slots": 3}
+        run = Run(tmp_path / "run", make(search, **settings)).train()
+        run.assert_decided_as_journalled()
+        assert len(beside_others) > 2
+        assert max(beside_others) < 0.4
+        beside_others.clear()
+        monkeypatch.setattr(session, "EXPLORING_SHARE", 1.0)
+        Run(tmp_path / "further", make(search, **settings)).train()
+        assert max(beside_others) > 0.5
+
+    def test_once_all_have_ended_another_is_tried(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        from alto.executor import session
+
+        monkeypatch.setattr(session, "EXPLORING_SHARE", 0.0)
+        search = {"algorithm": "tpe", "num_initial_jobs": 2, "budget": {"samples": 900}}
+        run = Run(tmp_path / "run", make(search, max_slots=3, early_exit=False)).train()
+        assert run.added()
+        training = set(read_history(run.root).jobs) - {event["job"] for event in run.added()}
+        for event in run.events("job_added", "job_completed", "job_exited"):
+            if event["event"] == "job_added":
+                assert not training
+                training = {event["job"]}
+            else:
+                training.remove(event["job"])
+        assert {event["reason"] for event in run.events("job_exited")} == {"budget"}
+
     def test_of_nothing_yet_is_an_error(self, tmp_path: Path) -> None:
         from alto.errors import NoResultError
 
@@ -99,11 +141,11 @@ class TestWhatIsSpent:
         with built(tmp_path / "run", task, DATA, Backbone(make_model("llama"), None, "unused")) as session:
             first, second = session.state.jobs.values()
             first.step, second.step = 3, 0
-            assert not session._exploration.is_budget_spent()
+            assert session._exploration.spent_share() < 1
             second.step = 1
-            assert session._exploration.is_budget_spent(), "3 * 4 + 4 rows are exactly the budget"
+            assert session._exploration.spent_share() >= 1, "3 * 4 + 4 rows are exactly the budget"
             session.state.selection.end(ExitDecision(job=first.id, step=3, reason=ExitReason.STOPPED))
-            assert session._exploration.is_budget_spent()
+            assert session._exploration.spent_share() >= 1
 
     def test_money_is_spent_on_every_gpu(self, tmp_path: Path) -> None:
         from alto.executor.exploration import Exploration
@@ -112,7 +154,7 @@ class TestWhatIsSpent:
         task = make({"budget": budget}, search_space={"lr": [1e-4, 1e-3]})
         with built(tmp_path / "run", task, DATA, Backbone(make_model("llama"), None, "unused")) as session:
             exploration = Exploration(session.state, session._lifecycle, spent_before_s=1900)
-            assert not exploration.is_budget_spent()
+            assert exploration.spent_share() < 1
             session.state.context.ranks.size = 2
-            assert exploration.is_budget_spent()
+            assert exploration.spent_share() >= 1
             session.state.context.ranks.size = 1

@@ -1,4 +1,4 @@
-"""Test rows: their loss is measured for every best adapter, and nothing depends on them."""
+"""Test rows: their loss is measured of best adapters, and nothing depends on them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ EXIT = {"rungs": [[0.3, 1.0], [0.6, 0.5]], "detect_divergence": False, "detect_o
 
 def run(folder: Path, data: TaskData, jobs: Any = JOBS, **settings: Any) -> tuple[Path, list[dict[str, Any]]]:
     """The folder of a finished run, and its events."""
-    task = make_task(jobs, **{"eval_steps": 0.2, "early_exit": EXIT, **settings})
+    task = make_task(jobs, **{"eval_steps": 0.2, "early_exit": EXIT, "test_jobs": "all", **settings})
     with built(folder, task, data, Backbone(make_model("llama"), None, "unused")) as session:
         run_alone(session)
     (root,) = folder.iterdir()
@@ -80,6 +80,50 @@ def test_only_the_best_adapters_are_tested(tmp_path: Path) -> None:
     evaluations = [event for event in events if event["event"] == "eval"]
     assert {event["is_best"] for event in evaluations} == {False, True}
     assert all(("test_loss" in event) == event["is_best"] for event in evaluations)
+
+
+def is_tested(events: Sequence[dict[str, Any]]) -> list[tuple[str, int]]:
+    return [(event["job"], event["step"]) for event in events if event["event"] == "eval" and "test_loss" in event]
+
+
+def test_by_default_only_a_job_that_leads_is_tested(tmp_path: Path) -> None:
+    jobs = [*JOBS, {"lr": 1e-4, "r": 4, "batch_size": 4, "seed": 3}]
+    root, events = run(tmp_path / "run", replace(DATA, test=TEST), jobs, test_jobs="auto")
+    led, lowest = [], math.inf
+    best_steps = {}
+    for event in events:
+        if event["event"] == "eval" and event["validation_loss"] < lowest:
+            lowest = event["validation_loss"]
+            led.append((event["job"], event["step"]))
+        if event["event"] == "eval" and event["is_best"]:
+            best_steps[event["job"], event["step"]] = True
+    tested = is_tested(events)
+    # Of jobs that are evaluated together, only the one that leads after all of them.
+    assert set(tested) <= set(led)
+    assert len(tested) < len(best_steps)
+    history = read_history(root)
+    assert history.best is not None
+    assert (history.best.job, history.best.best_step) == tested[-1]
+    _, every = run(tmp_path / "every", replace(DATA, test=TEST), jobs)
+    loss = {
+        (event["job"], event["step"]): event["test_loss"] for event in every if "test_loss" in event and "job" in event
+    }
+    assert history.best.best_test_loss == pytest.approx(loss[tested[-1]], rel=1e-5)
+
+
+def test_where_more_than_the_loss_chooses_every_job_is_tested(tmp_path: Path) -> None:
+    def best_and_tested(events: Sequence[dict[str, Any]]) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
+        best = [(event["job"], event["step"]) for event in events if event["event"] == "eval" and event["is_best"]]
+        return best, is_tested(events)
+
+    pairs = replace(PAIRS, test=make_pairs(7, seed=9))
+    settings = {"method": "dpo", "metric": "reward_accuracy", "beta": 0.3, "test_jobs": "auto"}
+    best, tested = best_and_tested(run(tmp_path / "metric", pairs, **settings)[1])
+    assert best == tested
+    repeated = [JOBS[0], {**JOBS[0], "seed": 2}]
+    best, tested = best_and_tested(run(tmp_path / "seeds", replace(DATA, test=TEST), repeated, test_jobs="auto")[1])
+    assert best == tested
+    assert {job for job, _ in tested} == {"job-000", "job-001"}
 
 
 def test_losses_of_rows_are_kept_at_rungs_at_the_end_and_of_the_best(tmp_path: Path) -> None:

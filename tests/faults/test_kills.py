@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 SCRIPT = Path(__file__).parents[1] / "support" / "kill_trials.py"
-NUM_KILLS = 12
+NUM_KILLS = 9
 SEEDS = (1,)
 """Of which instants; others, and more kills, by hand: each takes five seconds."""
 

@@ -17,7 +17,7 @@ from alto.cluster.local import LocalCluster
 from alto.engine.runner import TaskRunner
 from alto.spec import Task
 
-NUM_KILLS = 12
+NUM_KILLS = 5
 """More by hand: each takes two to five seconds."""
 
 

@@ -59,13 +59,14 @@ def test_every_job_is_a_row_with_its_configuration_and_the_best_comes_first(resu
     for job in result.job_results:
         row = frame.loc[job.job]
         assert row["best_validation_loss"] == job.best_validation_loss
-        assert row["test_loss"] == job.test_loss
+        assert row["test_loss"] == job.test_loss if job.test_loss is not None else pandas.isna(row["test_loss"])
         assert row["steps"] == job.steps
         assert row["exit_reason"] == job.exit_reason if job.exit_reason else pandas.isna(row["exit_reason"])
         assert {key: row[key] for key in ("learning_rate", "r", "seed")} == {
             key: job.config[key] for key in ("learning_rate", "r", "seed")
         }
     assert frame["exit_reason"].dropna().tolist() == ["underperforming"] * 2
+    assert not pandas.isna(frame.loc[result.best_job, "test_loss"])
 
 
 def test_curves_hold_every_evaluation_from_the_frozen_base_on(result: alto.TaskResult) -> None:

@@ -35,6 +35,7 @@ def test_defaults():
         "validation_split": None,
         "test_dataset": None,
         "test_split": None,
+        "test_jobs": "auto",
         "max_samples": None,
         "data_seed": 42,
         "problem_type": None,

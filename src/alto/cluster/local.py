@@ -128,4 +128,7 @@ def _num_gpus(asked: int | None, found: int) -> int:
 
 
 def _num_cores() -> int:
-    return len(os.sched_getaffinity(0))
+    """Cores that this process may use; no more than ``OMP_NUM_THREADS`` says, where the user has set it."""
+    found = len(os.sched_getaffinity(0))
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # further numbers are of nested regions
+    return min(found, int(asked)) if asked.isdecimal() and int(asked) > 0 else found

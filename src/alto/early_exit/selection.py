@@ -355,8 +355,7 @@ class Selection:
         return next(iter(self.leaders(1)), None)
 
     def leaders(self, count: int) -> list[LossPoint]:
-        """The best evaluations of the best ``count`` jobs, however they ended, of a repeated configuration those of its
-        best job; ties go to the lower job id."""
+        """The best evaluations of the best ``count`` jobs, however they ended; of a repeated configuration its best."""
         return [group.members[0] for group in self._ranked_bests()[:count]]
 
     def within_noise_of_winner(self) -> list[LossPoint]:

@@ -15,7 +15,7 @@ from alto.executor.beginning import RunStart, begin_events, resume_event
 from alto.executor.conclusion import Hooks, conclude
 from alto.executor.context import TaskContext
 from alto.executor.control import Control
-from alto.executor.exploration import Exploration
+from alto.executor.exploration import EXPLORING_SHARE, Exploration
 from alto.executor.job_state import JobState
 from alto.executor.lifecycle import JobLifecycle
 from alto.executor.memory_errors import RowTooLargeError
@@ -29,7 +29,7 @@ from alto.executor.tally import Evaluated
 from alto.executor.task_state import TaskState
 from alto.runs import Command, Journal, Mailbox, resume_command
 from alto.scheduler import ReceivedShare
-from alto.spec.metric import score_of
+from alto.spec.metric import LOSS, score_of
 
 __all__ = ["TaskSession"]
 
@@ -48,13 +48,13 @@ class ControlInputs:
         commands: Commands in the mailbox.
         is_interrupted: Whether the task has to stop.
         is_saving_due: Whether a checkpoint has to be saved.
-        is_budget_spent: Whether the task may spend no more.
+        spent_share: Share of the task's budget that is spent, 1 or more where it may spend no more.
     """
 
     commands: Sequence[Command] = ()
     is_interrupted: bool = False
     is_saving_due: bool = False
-    is_budget_spent: bool = False
+    spent_share: float = 0.0
 
 
 class TaskSession:
@@ -201,7 +201,7 @@ class TaskSession:
         self._control.apply(self._inputs.commands)
         while self.state.selection.rung_ready():
             self._hold_rung()
-        if self._inputs.is_budget_spent:
+        if self._inputs.spent_share >= 1:
             self._exploration.end_all()
         elif not self.state.selection.training:
             self._exploration.suggest(1)  # all jobs have ended at once
@@ -228,7 +228,7 @@ class TaskSession:
             taken: Slots that jobs of other tasks have.
         """
         num_slots = self.state.slot_manager.num_slots
-        if not self._inputs.is_budget_spent:
+        if self._inputs.spent_share < EXPLORING_SHARE:
             self._exploration.suggest(num_slots if share is None else min(share, num_slots))
         if self._admission.admit_jobs(share, taken):
             self._gpu_offers.offer()
@@ -308,7 +308,7 @@ class TaskSession:
             commands=self._control.pending(),
             is_interrupted=self._hooks.is_interrupted(),
             is_saving_due=time.monotonic() >= self._next_save_at,
-            is_budget_spent=self._exploration.is_budget_spent(),
+            spent_share=self._exploration.spent_share(),
         )
 
     def _hold_rung(self) -> None:
@@ -341,7 +341,7 @@ class TaskSession:
         best = [job for job in jobs if (point := selection.best(job.id)) is not None and point.step == job.step]
         for job in best:
             self.state.slot_manager.keep_best(job)
-        tested = self._tested(best)
+        tested = self._tested(self._to_be_tested(best))
         for job, value, decision in zip(jobs, found, decisions, strict=True):
             self._recorder.losses(job)
             train_ema = selection.history(job.id)[-1].train_ema
@@ -367,6 +367,16 @@ class TaskSession:
                 self._lifecycle.fail(error)
             jobs = [job for job in jobs if self.state.is_competing(job)]
         return (), ()
+
+    def _to_be_tested(self, best: Sequence[JobState]) -> Sequence[JobState]:
+        """Those of jobs with a new best evaluation whose test loss the result may need: the winner by the validation
+        loss has led since its best evaluation. What else chooses a winner may turn to any job."""
+        task, selection = self.state.context.task, self.state.selection
+        is_by_loss = task.metric == LOSS and task.select_by == "metric" and not task.repetitions
+        if task.test_jobs == "all" or not is_by_loss:
+            return best
+        leader = selection.winner()
+        return [job for job in best if leader is not None and job.id == leader.job]
 
     def _tested(self, jobs: Sequence[JobState]) -> dict[str, Evaluated]:
         """The losses of ``jobs`` on the test rows, by job; without those that they do not fit into memory of."""

@@ -182,7 +182,7 @@ class JobResult:
         samples_trained: Rows seen in training, counting repeats over epochs.
         samples_budgeted: Rows the job would have seen without early exit.
         best_metrics: Metrics of its method there.
-        test_loss: Loss on the test rows there; None where there are none.
+        test_loss: Loss on the test rows there; None where it was not measured (the task's ``test_jobs``).
     """
 
     job: str

@@ -56,6 +56,9 @@ class DataKeys(SpecModel):
         test_dataset, test_split: Rows to test on, or the share of the dataset's rows set aside for it: nothing is
             trained on them or selected by them, so the loss of the best adapters there is what a user can expect. Where
             both are None, there are none.
+        test_jobs: Which jobs' new best adapters are tested. ``auto``: those of the job that leads the task, so that in
+            the end the winner is tested; of every job where a metric, answers or means over seeds choose it. ``all``:
+            those of every job.
         max_samples: Use only this many rows of the dataset; of each source of a mixture.
         data_seed: Seed of the split and of the sampled values of the search space.
         max_length: Tokens at which a row is cut; the number of cut rows is reported before training starts. None takes
@@ -92,6 +95,7 @@ class DataKeys(SpecModel):
     )
     test_dataset: str | None = Field(default=None, min_length=1, description="rows to test on")
     test_split: float | None = Field(default=None, gt=0, lt=1, description="share of the rows set aside to test on")
+    test_jobs: Literal["auto", "all"] = Field(default="auto", description="which jobs' best adapters are tested")
     max_samples: int | None = Field(default=None, ge=1, le=10**9, description="number of rows to use")
     data_seed: int = Field(default=42, ge=0, le=MAX_SEED, description="of the split and of sampled values")
     max_length: int | None = Field(default=None, ge=1, le=2**20, description="tokens of a row")

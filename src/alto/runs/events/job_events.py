@@ -104,7 +104,7 @@ class JobEvaluated:
         metric_rows: The task's metric on every validation row, in their order; empty where that is the loss.
         loss_rows: Loss of every validation row, four significant digits; at rungs, after the last step, and where it is
             the best of the job so far.
-        test_loss: Loss on the test rows; None where there are none, or the evaluation is not the job's best so far.
+        test_loss: Loss on the test rows; None where it was not measured (the task's ``test_jobs``).
         test_rows: Loss of every test row, four significant digits; empty where ``test_loss`` is None.
     """
 
