@@ -370,7 +370,8 @@ def test_the_base_model_is_loaded_to_the_device_that_is_named(
 def test_code_of_the_base_model_needs_permission(tuned: TaskResult) -> None:
     file = Path(tuned.run_dir) / "task.yaml"
     text = file.read_text(encoding="utf-8")
-    file.write_text(text + "trust_remote_code: true\n", encoding="utf-8")
+    assert "trust_remote_code: false" in text
+    file.write_text(text.replace("trust_remote_code: false", "trust_remote_code: true"), encoding="utf-8")
     try:
         with pytest.raises(UntrustedCodeError, match="trust_remote_code"):
             tuned.load_best()

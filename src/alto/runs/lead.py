@@ -64,8 +64,10 @@ def _lead(
     weights: Sequence[float],
     exact: float | None = None,
 ) -> Lead | None:
-    """The weighted mean of the differences of rows, or ``exact`` where that is known, with its 95 % interval (Student's,
-    of a ratio of sums); None where they are not finite."""
+    """The weighted mean of the differences of rows, or ``exact`` where that is known, with its 95 % interval.
+
+    The interval is Student's, of a ratio of sums. None where they are not finite.
+    """
     num_rows = len(higher)
     if num_rows < 2 or num_rows != len(lower) or (weights and len(weights) != num_rows):
         return None
