@@ -99,6 +99,33 @@ def test_an_interrupted_run_has_the_same_result(folder: Path, tmp_path: Path) ->
         assert all(ours[name][1].equal(theirs[name][1]) for name in theirs)
 
 
+PBT = {"algorithm": "pbt", "num_initial_jobs": 4, "interval": 0.3, "exchanged": 0.25}
+RATES: dict[str, dict[str, Any]] = {
+    "grid": {"search_space": {"lr": [1e-3, 5e-4, 2e-4]}},
+    "pbt": {"search_space": {"lr": {"min": 1e-4, "max": 1e-3, "log": True}}, "search": PBT, "max_slots": 4},
+}
+
+
+@pytest.mark.parametrize("kind", RATES)
+def test_a_run_on_two_ranks_is_that_on_one(kind: str, folder: Path, tmp_path: Path) -> None:
+    if kind == "pbt":
+        pytest.importorskip("optuna", reason="needs the search extra: pip install -e '.[search]'")
+    one, two = (
+        alto.Engine(output_dir=tmp_path / f"on-{num_gpus}").tune(
+            next_task(folder, batch_size=4, num_gpus=num_gpus, **RATES[kind])
+        )
+        for num_gpus in (1, 2)
+    )
+    assert read_journal(two.run_dir)[0]["num_ranks"] == 2
+    assert [job.config for job in two.job_results] == [job.config for job in one.job_results]
+    assert (len(one.job_results) > 4) == (kind == "pbt"), "copies were made"
+    for job, expected in one.history.jobs.items():
+        found = two.history.jobs[job]
+        assert found.train_losses == pytest.approx(expected.train_losses, rel=1e-4, nan_ok=True)
+        assert found.best_validation_loss == pytest.approx(expected.best_validation_loss, rel=1e-4)
+    assert two.best_job == one.best_job
+
+
 @pytest.mark.parametrize("change", ["weights", "gone", "key"])
 def test_a_run_is_not_resumed_with_another_adapter(change: str, folder: Path, tmp_path: Path) -> None:
     adapter = shutil.copytree(folder / "first" / "best", tmp_path / "adapter")

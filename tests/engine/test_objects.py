@@ -12,9 +12,11 @@ import torch
 from tiny import make_task, read_journal, save_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from typer.testing import CliRunner
 
 import alto
 from alto.backbone.named_base import NamedBase
+from alto.cli import app
 from alto.errors import (
     ModelNotFoundError,
     RunChangedError,
@@ -23,6 +25,7 @@ from alto.errors import (
     UnsupportedError,
 )
 from alto.executor.profiling import planning
+from alto.lora import read_adapter
 from alto.runs import JournalEntry
 
 SPACE = {"lr": [1e-3, 1e-2]}
@@ -193,6 +196,76 @@ def test_a_run_is_resumed_with_the_object(folder: Path, tmp_path: Path, is_chang
     assert_unchanged(model, before)
     again = alto.Engine().resume(run, model=model, tokenizer=tokenizer)
     assert again.best_validation_loss == result.best_validation_loss
+
+
+def test_the_refit_of_a_named_object_loads_the_model_by_its_name_or_takes_the_object(
+    folder: Path, tmp_path: Path
+) -> None:
+    model, tokenizer = load(folder)
+    before = state_of(model)
+    tuned = alto.Engine(output_dir=tmp_path / "runs").tune(task_of(tmp_path, model, tokenizer))
+    by_name = alto.Engine().refit(tuned.run_dir)
+    with_object = alto.Engine().refit(tuned.run_dir, model=model, tokenizer=tokenizer)
+    assert numbers(with_object) == numbers(by_name)
+    assert len(numbers(by_name)) >= 1
+    assert_unchanged(model, before)
+    for result in (by_name, with_object):
+        assert result.refit_of == tuned.run_dir
+        assert alto.load_task(Path(result.run_dir) / "task.yaml").model == str(folder)
+
+
+def test_the_refit_of_an_object_without_a_name_trains_that_object(
+    of_object: tuple[PreTrainedModel, Any, alto.TaskResult, Any], tmp_path: Path
+) -> None:
+    model, tokenizer, tuned, before = of_object
+    result = alto.Engine().refit(tuned.run_dir, to=tmp_path / "refit", model=model, tokenizer=tokenizer)
+    assert_unchanged(model, before)
+    assert result.refit_of == tuned.run_dir
+    started = read_journal(result.run_dir)[0]
+    assert (started["num_train"], started["num_validation"]) == (24 + 6, 0)
+    assert started["base"]["weights"] == read_journal(tuned.run_dir)[0]["base"]["weights"]
+    model.save_pretrained(tmp_path / "saved")
+    tokenizer.save_pretrained(tmp_path / "saved")
+    saved = alto.Engine(output_dir=tmp_path / "runs").tune(task_of(tmp_path, str(tmp_path / "saved")))
+    assert numbers(result) == numbers(alto.Engine().refit(saved.run_dir))
+
+
+def test_a_refit_without_the_object_or_on_another_model_is_refused(
+    of_object: tuple[PreTrainedModel, Any, alto.TaskResult, Any],
+    by_name: alto.TaskResult,
+    folder: Path,
+    tmp_path: Path,
+) -> None:
+    _, tokenizer, tuned, _ = of_object
+    with pytest.raises(ModelNotFoundError, match=r"as an object, found none: .* engine.refit\(RUN, model=…"):
+        alto.Engine().refit(tuned.run_dir, to=tmp_path / "refit")
+    found = CliRunner().invoke(app, ["refit", tuned.run_dir, "--to", str(tmp_path / "refit")])
+    assert isinstance(found.exception, ModelNotFoundError)  # alto.cli prints it
+    other, _ = load(folder)
+    with torch.no_grad():
+        other.lm_head.weight[3] += 1
+    for run in (tuned.run_dir, by_name.run_dir):
+        with pytest.raises(RunChangedError, match=r"other weights .* tune again on the model as it is now"):
+            alto.Engine().refit(run, to=tmp_path / "refit", model=other, tokenizer=tokenizer)
+    with pytest.raises(SpecError, match="tokenizer should be the loaded tokenizer"):
+        alto.Engine().refit(tuned.run_dir, to=tmp_path / "refit", model=other)
+    assert not (tmp_path / "refit").exists()
+
+
+def test_an_interrupted_refit_of_an_object_is_resumed_with_it(
+    of_object: tuple[PreTrainedModel, Any, alto.TaskResult, Any], tmp_path: Path
+) -> None:
+    model, tokenizer, tuned, before = of_object
+    calls = iter(range(3))
+    engine = alto.Engine(is_interrupted=lambda: next(calls, None) is None)
+    with pytest.raises(TaskInterruptedError):
+        engine.refit(tuned.run_dir, to=tmp_path / "cut", model=model, tokenizer=tokenizer)
+    [run] = (tmp_path / "cut").iterdir()
+    result = alto.Engine().resume(run, model=model, tokenizer=tokenizer)
+    whole = alto.Engine().refit(tuned.run_dir, to=tmp_path / "whole", model=model, tokenizer=tokenizer)
+    ours, theirs = (read_adapter(Path(one.adapter_dir)) for one in (result, whole))
+    assert all(torch.equal(a, b) for name in theirs for a, b in zip(ours[name], theirs[name], strict=True))
+    assert_unchanged(model, before)
 
 
 def test_a_run_that_began_on_an_object_without_a_name_stays_one(

@@ -15,6 +15,7 @@ from job_kinds import KINDS
 from noise import same_noise
 from oracle import SoloJob
 from oracle_classification import ONE_LABEL, SoloClassifier, data_of
+from peft_adapters import save_with_peft
 from resident_jobs import DATA, assert_same_step, make_model, make_task
 from searches import PBT, SPACE, Run, begun, make
 from transformers import PreTrainedModel
@@ -23,6 +24,7 @@ from alto.backbone import Backbone
 from alto.data import TaskData
 from alto.executor.checkpoint import read_state
 from alto.export.tables import job_table
+from alto.lora import saved_settings
 from alto.runs import RunDir, read_history
 from alto.spec import Task
 
@@ -86,18 +88,26 @@ class TestAPopulation:
 MANY = {**PBT, "num_initial_jobs": 6, "exchanged": 0.5}
 
 
-def plain() -> tuple[Task, TaskData]:
+def plain(folder: Path) -> tuple[Task, TaskData]:
     return make(MANY, search_space={**SPACE, "lr": [1e-4, 3e-4, 1e-3, 5e-4]}), DATA
+
+
+def from_saved(folder: Path) -> tuple[Task, TaskData]:
+    """Jobs that begin with a saved adapter."""
+    keys = {"r": 8, "lora_alpha": 12, "target_modules": ["q_proj", "v_proj", "up_proj"]}
+    saved = save_with_peft(make_model("llama"), folder / "saved", **keys)
+    space = {"lr": [1e-4, 3e-4, 1e-3, 5e-4], "batch_size": [4, 7]}
+    return make(MANY, search_space=space, init_adapter=str(saved), **saved_settings(saved)), DATA
 
 
 SETTINGS: dict[str, Any] = {"search": MANY, "name": "searched", "max_steps": 8, "eval_steps": 0.5}
 
 
-def kinds() -> tuple[Task, TaskData]:
+def kinds(folder: Path) -> tuple[Task, TaskData]:
     return make_task(list(KINDS.values()), **SETTINGS), DATA
 
 
-def heads() -> tuple[Task, TaskData]:
+def heads(folder: Path) -> tuple[Task, TaskData]:
     task = make_task(list(KINDS.values()), method="classification", **SETTINGS)
     return task.with_labels(ONE_LABEL), data_of(ONE_LABEL)
 
@@ -106,13 +116,14 @@ def heads() -> tuple[Task, TaskData]:
     ("asked", "model", "oracle"),
     [
         (plain, partial(make_model, "llama"), SoloJob),
+        (from_saved, partial(make_model, "llama"), SoloJob),
         pytest.param(kinds, llama, SoloJob, marks=pytest.mark.slow("campaigns")),
         pytest.param(heads, llama, SoloClassifier, marks=pytest.mark.slow("campaigns")),
     ],
-    ids=["plain", "all kinds", "heads of all kinds"],
+    ids=["plain", "from a saved adapter", "all kinds", "heads of all kinds"],
 )
 def test_a_copied_row_is_its_source_bit_for_bit_and_trains_on_as_peft_would(
-    asked: Callable[[], tuple[Task, TaskData]],
+    asked: Callable[[Path], tuple[Task, TaskData]],
     model: Callable[[], PreTrainedModel],
     oracle: type[SoloJob],
     tmp_path: Path,
@@ -170,7 +181,7 @@ def test_a_copied_row_is_its_source_bit_for_bit_and_trains_on_as_peft_would(
 
     monkeypatch.setattr(Trainer, "backward", before)
     monkeypatch.setattr(Trainer, "update", after)
-    task, data = asked()
+    task, data = asked(tmp_path)
     Run(tmp_path / "run", task, model=model, data=data).train()
     assert len(compared) >= 3
     num_without_dropout = 0

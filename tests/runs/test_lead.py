@@ -77,6 +77,24 @@ def test_rows_are_weighted_as_in_the_loss() -> None:
     assert unweighted.difference != pytest.approx(lead.difference)
 
 
+def test_the_difference_is_that_of_the_losses_though_rows_are_rounded() -> None:
+    """A journal has four significant digits of the loss of a row."""
+    rows = {"a": (2.00049, 1.00049, 3.00049, 1.50049), "b": (2.10051, 1.30051, 3.00151, 1.90051)}
+    events = [started("ab", validation_weights=WEIGHTS)]
+    for job, exact in rows.items():
+        event = evaluated(job, exact, WEIGHTS)
+        events.append(replace(event, loss_rows=tuple(float(f"{value:.4g}") for value in exact)))
+    history = history_of(*events)
+    lead = lead_of_winner(history)
+    losses = [history.jobs[job].best_validation_loss for job in "ab"]
+    assert lead is not None
+    assert lead.difference == losses[1] - losses[0]
+    assert sum(lead.interval) / 2 == pytest.approx(lead.difference, rel=1e-12)
+    shown = [history.jobs[job].best_loss_rows for job in "ab"]
+    of_rows = sum(w * (b - a) for w, a, b in zip(WEIGHTS, *shown, strict=True)) / sum(WEIGHTS)
+    assert abs(of_rows - lead.difference) > 1e-4, "rounding is seen"
+
+
 def test_the_interval_holds_the_truth_about_as_often_as_it_says() -> None:
     """Rows with random weights and random differences of known weighted mean: 95 % of intervals hold it."""
     source = random.Random(3)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
-from resident_jobs import DATA, PAIRS, make_dataset, make_model, make_task
+from resident_jobs import DATA, PAIRS, make_dataset, make_model, make_task, start_of
 from resident_jobs import with_references as referenced
 
 from alto.backbone import Backbone
@@ -90,8 +90,9 @@ def built(
     bank: SharedBank | None = None,
 ) -> Iterator[TaskSession]:
     run_dir = RunDir(next(iter(folder.iterdir()))) if folder.exists() else RunDir.create(folder, task)
-    context = TaskContext.of(task, backbone, data)
+    context = TaskContext.of(task, backbone, data, start=start_of(task, backbone))
     if context.objective.needs_reference:
+        assert context.start is None, "the references are those of the base"
         context = replace(context, data=referenced(backbone, data))
     resume_state = recover(run_dir)
     with Journal(run_dir.journal_file, past=resume_state.entries) as journal:

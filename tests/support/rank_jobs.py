@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from moe_models import build_mixture
@@ -25,13 +26,14 @@ from resident_jobs import (
     make_model,
     make_task,
     make_trainer,
+    start_of,
 )
 from transformers import PreTrainedModel
 
 from alto.backbone import Backbone
 from alto.backbone.sharding import find_roots, shard
 from alto.data import TaskData
-from alto.errors import TaskInterruptedError
+from alto.errors import TaskInterruptedError, UnsupportedError
 from alto.executor import (
     Hooks,
     JobState,
@@ -46,6 +48,7 @@ from alto.executor import (
     run_alone,
     with_references,
 )
+from alto.lora import saved_settings
 from alto.runs import Journal, RunDir, SilentJournal
 from alto.spec import Task, load_task
 
@@ -86,14 +89,16 @@ def sharded(model: PreTrainedModel, ranks: Ranks) -> PreTrainedModel:
 
 
 class Slots:
-    """Jobs assigned to the banks of all ranks, or to the same local slots of all."""
+    """Jobs assigned to the banks of all ranks, or to the same local slots of all; they begin with the adapter that
+    ``init_adapter`` of the task names, where it names one."""
 
     def __init__(
         self, model: PreTrainedModel, task: Task, ranks: Ranks, *, is_data_parallel: bool = False, data: TaskData = DATA
     ) -> None:
         backbone = Backbone(model, None, "unused")  # type: ignore[arg-type]
         micro_batches = MicroBatches(task.max_tokens_per_pass or 300, lambda event: None, can_retry=ranks.is_alone)
-        context = with_references(TaskContext.of(task, backbone, data, ranks), micro_batches)
+        start = start_of(task, backbone)
+        context = with_references(TaskContext.of(task, backbone, data, ranks, start=start), micro_batches)
         self.data = context.data
         self.ranks = ranks
         self.jobs = initial_states(context)
@@ -102,8 +107,12 @@ class Slots:
         for index, job in enumerate(self.jobs):
             job.is_data_parallel = is_data_parallel
             job.slot = index if is_data_parallel else (index % ranks.size) * per_rank + index // ranks.size
-            if (local_slot := self.trainer.local_slot(job)) is not None:
+            if (local_slot := self.trainer.local_slot(job)) is None:
+                continue
+            if start is None:
                 self.trainer.admit_fresh(job, local_slot)
+            else:
+                self.trainer.admit_warm(job, local_slot, start.weights)
 
     @property
     def training(self) -> list[JobState]:
@@ -130,6 +139,34 @@ class Slots:
         return facts
 
 
+FROM_SAVED: list[dict[str, object]] = [
+    {"lr": 1e-3, "batch_size": 2, "seed": 1},
+    {"lr": 5e-4, "batch_size": 5, "weight_decay": 0.1, "seed": 2},
+    {"lr": 1e-3, "batch_size": 4, "max_grad_norm": None, "seed": 3},
+]
+
+
+def first_steps_from_a_saved_adapter_are_those_of_peft_alone(folder: str) -> None:
+    """Of the trainable adapter that PEFT loads from ``folder``; once job by job, once with jobs that are spread over
+    all ranks. The second step is taken from equal state."""
+    base, ranks, saved = make_model("llama"), joined(), Path(folder)
+    configs = [config | saved_settings(saved) for config in FROM_SAVED]
+    for is_data_parallel in (False, True):
+        task = make_task(configs, init_adapter=folder)
+        slots = Slots(sharded(make_model("llama"), ranks), task, ranks, is_data_parallel=is_data_parallel)
+        alone = {job.id: SoloJob(base, DATA.train, job.config, saved=saved) for job in slots.jobs}
+        num_checked = 0
+        for step in range(2):
+            if step:
+                for job, local_slot in slots.here(slots.jobs):
+                    bank, optimizer = slots.trainer.bank, slots.trainer.optimizer
+                    alone[job.id].load(bank.read(local_slot), optimizer.read(local_slot))
+            for job, facts in slots.step().items():
+                assert_same_step(facts, alone[job].train_step())
+                num_checked += 1
+        assert num_checked >= 2 * (len(configs) if is_data_parallel else len(configs) // ranks.size)
+
+
 def steps_are_those_of_peft_alone(name: str) -> None:
     """From equal state; once job by job, once with jobs that are spread over all ranks."""
     base, ranks = make_model(name), joined()
@@ -153,21 +190,33 @@ def steps_are_those_of_peft_alone(name: str) -> None:
         assert checked >= 2 * len(configs) / (1 if is_data_parallel else ranks.size)
 
 
-def steps_on_pairs_are_those_of_one_process(folder: str) -> None:
-    _steps_are_those_of_one_process(folder, "dpo", PREFERENCES, PAIRS)
+def steps_on_pairs_are_those_of_one_process(folder: str, saved: str | None = None) -> None:
+    _steps_are_those_of_one_process(folder, "dpo", PREFERENCES, PAIRS, saved)
 
 
-def steps_on_labelled_replies_are_those_of_one_process(folder: str) -> None:
-    _steps_are_those_of_one_process(folder, "kto", LABELS, LABELLED)
+def steps_on_labelled_replies_are_those_of_one_process(folder: str, saved: str | None = None) -> None:
+    _steps_are_those_of_one_process(folder, "kto", LABELS, LABELLED, saved)
 
 
-def _steps_are_those_of_one_process(folder: str, method: str, jobs: list[dict[str, object]], data: TaskData) -> None:
-    """Once job by job, once with jobs that are spread over all ranks, whose references a task before has found."""
+def an_adapter_on_embeddings_is_refused(saved: str) -> None:
+    task, ranks = make_task([saved_settings(Path(saved))], init_adapter=saved), joined()
+    with pytest.raises(UnsupportedError, match=r"found its embeddings, .* trained on one GPU only; .*num_gpus: 1"):
+        Slots(sharded(make_model("llama"), ranks), task, ranks)
+
+
+def _steps_are_those_of_one_process(
+    folder: str, method: str, jobs: list[dict[str, object]], data: TaskData, saved: str | None
+) -> None:
+    """Once job by job, once with jobs that are spread over all ranks, whose references a task before has found; from
+    the adapter in the folder ``saved``, where that is given."""
     ranks = joined()
-    os.environ["ALTO_CACHE"] = folder
+    start: dict[str, object] = {} if saved is None else {"init_adapter": saved}
     for is_data_parallel, configs in ((False, jobs), (True, jobs[:2])):
-        task = make_task(configs, method=method, max_tokens_per_pass=150)
-        alone = Bank(make_model("llama"), task, data=data)
+        configs = configs if saved is None else [config | saved_settings(Path(saved)) for config in configs]
+        task = make_task(configs, method=method, max_tokens_per_pass=150, **start)
+        os.environ["ALTO_CACHE"] = f"{folder}-{ranks.rank}"  # not that of all ranks, which is compared with it
+        alone = Bank(make_model("llama"), task, data=data, saved=None if saved is None else Path(saved))
+        os.environ["ALTO_CACHE"] = folder
         slots = Slots(sharded(make_model("llama"), ranks), task, ranks, is_data_parallel=is_data_parallel, data=data)
         for split in ("train", "validation"):
             found, expected = (getattr(known, split).references for known in (slots.data, alone.data))
@@ -263,7 +312,7 @@ def train(
         journal = Journal(run_dir.journal_file, past=resume_state.entries, check=run_dir.check_lock)
     stops = contextlib.nullcontext() if interrupt_after is None else contextlib.suppress(TaskInterruptedError)
     with journal, stops:
-        context = TaskContext.of(task, backbone, DATA, ranks)
+        context = TaskContext.of(task, backbone, DATA, ranks, start=start_of(task, backbone))
         hooks = Hooks(
             is_interrupted=is_asked_to_stop or (lambda: interrupt_after is not None and next(turns) >= interrupt_after)
         )

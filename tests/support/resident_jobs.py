@@ -124,6 +124,13 @@ def make_task(configs: list[dict[str, object]], **settings: object) -> Task:
     return Task(**fixed, search_space={"paired": paired})
 
 
+def start_of(task: Task, backbone: Backbone) -> StartAdapter | None:
+    """The adapter in the folder that ``init_adapter`` of ``task`` names; None where there is none."""
+    if task.init_adapter is None:
+        return None
+    return StartAdapter.read(Path(task.init_adapter), backbone, model="unused")
+
+
 @torch.no_grad()
 def with_references(backbone: Backbone, data: TaskData) -> TaskData:
     """``data`` with what ``backbone`` gives every reply."""

@@ -15,7 +15,7 @@ from alto.backbone import device_name
 from alto.engine.evaluating import evaluate_adapters
 from alto.engine.existing_runs import is_finished
 from alto.engine.exports import find_winner
-from alto.engine.gpus import STRATEGIES, check_num_gpus
+from alto.engine.gpus import STRATEGIES, is_launched
 from alto.engine.launched import LaunchedRunner
 from alto.engine.objects import check_has_id, given_objects
 from alto.engine.packing import packed_as
@@ -139,7 +139,7 @@ class Engine:
         """
         if packing_from is not None:
             check_has_id([task], "packing_from, which compares names of base models")
-            num_ranks = task.num_gpus if self._is_launched(task) else 1
+            num_ranks = task.num_gpus if is_launched(task, self.strategy, self._device) else 1
             task = packed_as(portable(task), packing_from, device_name(self._device), num_ranks)
         with self._runner_of(task, progress=self.progress) as runner:
             result = TaskResult(runner.begin(task, Path(self.output_dir)))
@@ -191,8 +191,7 @@ class Engine:
         run_dir, objects = RunDir.open(run), given_objects(model, tokenizer)
         if is_finished(run_dir):
             with in_background(observers_of(self.observers)) as observers:
-                here = self._here(observers, objects)
-                result = TaskResult(here.resume(run_dir, trust_remote_code=trust_remote_code))
+                result = TaskResult(self._here(observers, objects).resume(run_dir, trust_remote_code=trust_remote_code))
             show_result(result, self.progress)
             return result
         task = load_run_task(run_dir, trust_remote_code=trust_remote_code)
@@ -207,24 +206,32 @@ class Engine:
         show_result(result, self.progress)
         return result
 
-    def refit(self, run: str | Path, *, to: str | Path | None = None, trust_remote_code: bool = False) -> TaskResult:
+    def refit(
+        self,
+        run: str | Path,
+        *,
+        to: str | Path | None = None,
+        trust_remote_code: bool = False,
+        model: PreTrainedModel | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> TaskResult:
         """Train the winner of a finished run again, on all rows: those to validate on included, not those to test on.
 
-        The job has the winner's configuration and seed, takes as many steps as the winner's best checkpoint has, and
-        follows its learning-rate schedule so far. There is no validation and no early exit.
+        It has the winner's settings, seed and learning rates up to its best checkpoint. Nothing is validated.
 
         Args:
             run: The directory of the finished run.
             to: Folder in which the new run directory is made; None makes it beside ``run``.
-            trust_remote_code: Allow the Python code that comes with the base model, where the run's task asks for it.
+            trust_remote_code, model, tokenizer: As of :meth:`resume`.
 
         Raises:
             NoResultError: The run has no result.
+            RunChangedError: The base model is another one than that of the run.
             UnsupportedError: Its winner was not trained with one configuration from its beginning, or is a refit.
             AltoError: As :meth:`tune` does.
         """
-        run_dir = RunDir.open(run)
-        task = refit_task(run_dir, trust_remote_code=trust_remote_code)
+        run_dir, objects = RunDir.open(run), given_objects(model, tokenizer)
+        task = refit_task(run_dir, trust_remote_code=trust_remote_code, objects=objects)
         return replace(self, output_dir=refit_folder(run_dir) if to is None else to).tune(task)
 
     def preview(self, task: Task, *, num_rows: int = 3) -> DataPreview:
@@ -430,21 +437,14 @@ class Engine:
     @contextlib.contextmanager
     def _runner_of(self, task: Task, *, progress: bool | None) -> Iterator[TaskRunner | LaunchedRunner]:
         """The runner of ``task``: in this process, or with one process per rank; ``progress`` as of the engine."""
-        is_launched = self._is_launched(task)
-        if is_launched:
+        has_ranks = is_launched(task, self.strategy, self._device)
+        if has_ranks:
             check_has_id([task], "several GPUs (num_gpus)")
         with shown(progress) as views, in_background((*observers_of(self.observers), *views)) as observers:
-            if is_launched:
+            if has_ranks:
                 yield LaunchedRunner(observers=observers, is_interrupted=self.is_interrupted)
             else:
                 yield self._here(observers, task.objects)
 
     def _here(self, observers: Sequence[Observer], objects: BaseObjects | None = None) -> TaskRunner:
         return TaskRunner(observers=observers, is_interrupted=self.is_interrupted, objects=objects)
-
-    def _is_launched(self, task: Task) -> bool:
-        """Whether ``task`` is trained by processes of its own, one for each of its ranks."""
-        has_gpus = self._device.type == "cuda"
-        most = torch.cuda.device_count() if has_gpus else task.num_gpus
-        check_num_gpus(task, self._setup.strategy, most=most, has_gpus=has_gpus)
-        return task.num_gpus > 1 and self._setup.strategy != "single"

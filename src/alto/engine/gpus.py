@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+import torch
+
 from alto.errors import UnsupportedError
 from alto.spec import Task
 
-__all__ = ["STRATEGIES", "check_num_gpus"]
+__all__ = ["STRATEGIES", "check_num_gpus", "is_launched"]
 
 STRATEGIES = ("adapter_parallel", "single")
+
+
+def is_launched(task: Task, strategy: str, device: torch.device) -> bool:
+    """Whether ``task`` is trained by processes of its own, one for each of its ranks.
+
+    Args:
+        task: The task.
+        strategy: Strategy of the engine.
+        device: Where this process trains.
+
+    Raises:
+        UnsupportedError: As :func:`check_num_gpus`.
+    """
+    has_gpus = device.type == "cuda"
+    most = torch.cuda.device_count() if has_gpus else task.num_gpus
+    check_num_gpus(task, strategy, most=most, has_gpus=has_gpus)
+    return task.num_gpus > 1 and strategy != "single"
 
 
 def check_num_gpus(task: Task, strategy: str, *, most: int, has_gpus: bool) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from alto.errors import UnsupportedError
+from alto.errors import ModelNotFoundError, UnsupportedError
 from alto.runs import JobHistory, QueueDir, RunDir, load_run_task, read_history, task_outcome
 from alto.spec import Task
+from alto.spec.base_objects import BaseObjects
 from alto.spec.job_config import JOB_FIELDS
 from alto.spec.method import find_method
 
@@ -23,15 +24,17 @@ _OF_A_SEARCH = (
 """Keys of a task that compare its jobs, and its name."""
 
 
-def refit_task(run_dir: RunDir, *, trust_remote_code: bool) -> Task:
+def refit_task(run_dir: RunDir, *, trust_remote_code: bool, objects: BaseObjects | None = None) -> Task:
     """The task of a refit of the finished run in ``run_dir``; see :meth:`alto.Engine.refit`.
 
     Args:
         trust_remote_code: Whether the caller allows code of the base model, where the run's task asks for it.
+        objects: The base model, where it is given as an object; None loads the one that the run names.
 
     Raises:
         NoResultError: The run has no result.
         UntrustedCodeError: The task asks for code, and it is not allowed.
+        ModelNotFoundError: No name loads the base model of the run, and it is not given.
         UnsupportedError: Its winner was not trained with one configuration from its beginning; or is a refit.
         SpecError, UnsupportedError: As :class:`alto.Task` does.
     """
@@ -40,15 +43,22 @@ def refit_task(run_dir: RunDir, *, trust_remote_code: bool) -> Task:
     winner = history.jobs[outcome.best_job]
     _check(winner, refit_of=outcome.refit_of)
     task = load_run_task(run_dir, trust_remote_code=trust_remote_code, is_trained=False)
+    if objects is None and not task.base_model.is_loadable:
+        raise ModelNotFoundError(
+            f"refit: expected the base model of {run_dir.root} as an object, found none: {task.model} was given to "
+            "alto.Task in that process, and no name loads the same; give it again: engine.refit(RUN, model=…, "
+            "tokenizer=…)"
+        )
     of_jobs = {*JOB_FIELDS, *find_method(task.method).fields}
     kept = {key: value for key, value in task.to_dict().items() if key not in (*of_jobs, *_OF_A_SEARCH)}
-    return Task(
+    found = Task(
         **kept,
         **_configuration(winner, task),
         name=task.name[: _MAX_NAME_CHARS - len(_SUFFIX)] + _SUFFIX,
         early_exit=False,
         refit={"run": str(run_dir.root), "job": winner.job, "steps": winner.best_step},
     )
+    return found if objects is None else found.replace(model=objects)
 
 
 def refit_folder(run_dir: RunDir) -> Path:

@@ -16,6 +16,7 @@ import torch
 
 from alto.backbone import SHIPPED_MODELS, Backbone, base_fingerprint, limits_of, loading_class, resolve_model
 from alto.data import ReadRows, read_task_rows
+from alto.engine.existing_runs import check_refitted
 from alto.engine.objects import borrowing
 from alto.engine.resident_base import ResidentBase
 from alto.engine.start import read_start, with_start
@@ -224,6 +225,8 @@ class TaskRunner:
         base = BaseDescription(**(fingerprint | precision))
         remedy = "put it back as it was, or start a new run with: alto tune"
         check_base(resume_state, fingerprint, model=task.model, remedy=remedy)
+        if task.refit is not None and not resume_state.lines:
+            check_refitted(task.refit, fingerprint, task.base_model)
         check_precision(resume_state, base)
         return base
 

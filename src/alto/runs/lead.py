@@ -39,8 +39,10 @@ def lead_of_winner(history: RunHistory) -> Lead | None:
     if history.metric != LOSS:
         return _lead(runner_up.job, history.metric, winner.best_metric_rows, runner_up.best_metric_rows, ())
     weights = () if history.started is None else history.started.validation_weights
+    # The rows are rounded in the journal, the losses, their weighted means, are not.
+    exact = runner_up.best_validation_loss - winner.best_validation_loss if weights else None
     # A lower loss is better: what the winner leads by is what the other one lacks.
-    return _lead(runner_up.job, LOSS, runner_up.best_loss_rows, winner.best_loss_rows, weights)
+    return _lead(runner_up.job, LOSS, runner_up.best_loss_rows, winner.best_loss_rows, weights, exact)
 
 
 def _runner_up(history: RunHistory, winner: JobHistory) -> JobHistory | None:
@@ -55,10 +57,17 @@ def _competes(job: JobHistory, winner: JobHistory, metric: str) -> bool:
 
 
 def _lead(
-    runner_up: str, metric: str, higher: Sequence[float], lower: Sequence[float], weights: Sequence[float]
+    runner_up: str,
+    metric: str,
+    higher: Sequence[float],
+    lower: Sequence[float],
+    weights: Sequence[float],
+    exact: float | None = None,
 ) -> Lead | None:
-    """The weighted mean of the differences of rows, with its 95 % interval (Student's, of a ratio of sums); None where
-    they are not finite."""
+    """The weighted mean of the differences of rows, or ``exact`` where that is known, with its 95 % interval.
+
+    The interval is Student's, of a ratio of sums. None where they are not finite.
+    """
     num_rows = len(higher)
     if num_rows < 2 or num_rows != len(lower) or (weights and len(weights) != num_rows):
         return None
@@ -73,8 +82,9 @@ def _lead(
     except OverflowError:
         return None
     half = student_quantile(num_rows - 1) * math.sqrt(residuals * num_rows / (num_rows - 1)) / total
+    found = mean if exact is None else exact
     if not math.isfinite(mean) or not math.isfinite(half):
         return None
     return Lead(
-        runner_up=runner_up, metric=metric, difference=mean, interval=(mean - half, mean + half), num_rows=num_rows
+        runner_up=runner_up, metric=metric, difference=found, interval=(found - half, found + half), num_rows=num_rows
     )
