@@ -20,6 +20,7 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 TOPICS = {
     "sweep": ("The main job: 60 LoRA configurations on GSM8K", ("cpu",)),
     "policies": ("Early-exit policies, by replay on recorded sweeps", ("cpu",)),
+    "search": ("Four searches of one space, against Optuna around PEFT", ("cpu",)),
     "dpo": ("Preference tuning: 40 LoRA configurations with DPO", ("cpu",)),
     "shared_prompts": ("Preference pairs whose prompt goes through the model once", ("cpu",)),
     "kernels": ("One training step of many adapters", ("cpu", "gpu")),

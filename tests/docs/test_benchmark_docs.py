@@ -4,14 +4,29 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[2]
 
+OF_ANOTHER_PAGE = {"architectures"}  # docs/models.md
 
-def test_the_page_is_generated_from_the_results_as_they_are() -> None:
+
+def load_generator() -> ModuleType:
     spec = importlib.util.spec_from_file_location("make_benchmark_docs", ROOT / "tools" / "make_benchmark_docs.py")
     assert spec is not None
     assert spec.loader is not None
     generator = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(generator)
+    return generator
+
+
+def test_the_page_is_generated_from_the_results_as_they_are() -> None:
+    generator = load_generator()
     assert generator.PAGE.read_text(encoding="utf-8") == generator.page(), "run python tools/make_benchmark_docs.py"
+
+
+def test_every_result_file_and_every_note_has_its_section() -> None:
+    generator = load_generator()
+    results = {file.stem.rpartition("-")[0] for file in generator.RESULTS.glob("*.json")}
+    notes = {file.stem for file in generator.NOTES.glob("*.md")}
+    assert results - OF_ANOTHER_PAGE | notes == set(generator.TOPICS)
