@@ -54,6 +54,22 @@ def test_what_the_file_leaves_out_is_axolotls_default(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"warmup_steps": 0}, {}),
+        ({"warmup_steps": None, "warmup_ratio": 0.0}, {}),
+        ({"warmup_steps": None, "warmup_ratio": 0.2}, {"warmup_ratio": 0.2}),
+        ({"warmup_steps": None, "lr_scheduler": "constant"}, {}),
+    ],
+)
+def test_a_warmup_of_zero_is_one(folder: Path, keys: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Only where neither key is there, Axolotl has its own."""
+    found = imported(folder, **keys)
+    assert {key: value for key, value in found.values.items() if key.startswith("warmup")} == expected
+    assert not any(note.key.startswith("warmup") for note in found.notes)
+
+
+@pytest.mark.parametrize(
     ("entry", "expected"),
     [
         ({"path": "a/b", "type": "alpaca"}, {"dataset": "a/b", "dataset_format": "alpaca"}),
@@ -129,6 +145,34 @@ def test_forms_of_losses(folder: Path, rl: str) -> None:
     settings = imported_task([found]).task.jobs[0].config.objective.to_dict()
     assert (settings["loss_type"], settings["beta"]) == (rl, 0.3)
     assert settings.get("simpo_gamma") == (0.7 if rl == "simpo" else None)
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"rl": "dpo", "trl": {"beta": 0.4}, "rl_beta": 0.2}, {"method": "dpo", "beta": 0.4}),
+        (
+            {"rl": "dpo", "dpo_loss_type": ["sigmoid", "sft"], "dpo_loss_weights": [1.0, 0.2]},
+            {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.2]},
+        ),
+        ({"rl": "dpo", "dpo_label_smoothing": 0.1}, {"label_smoothing": 0.1}),
+        ({"rl": "ipo", "dpo_label_smoothing": 0.1}, {"loss_type": "ipo"}),
+        ({"rl": "simpo", "simpo_gamma": 0.7, "cpo_alpha": 0.2}, {"loss_type": "simpo", "cpo_alpha": 0.2}),
+    ],
+)
+def test_settings_of_preferences(folder: Path, keys: dict[str, Any], expected: dict[str, Any]) -> None:
+    found = imported(folder, datasets=[{"path": "a/b", "type": "chatml.intel"}], **keys)
+    assert expected.items() <= found.values.items()
+    config = imported_task([found]).task.jobs[0].config
+    assert config.lora_alpha == 16
+    assert "label_smoothing" not in found.values or keys["rl"] == "dpo"
+
+
+def test_other_settings_of_trl_are_reported(folder: Path) -> None:
+    pairs = [{"path": "a/b", "type": "chatml.intel"}]
+    found = imported(folder, rl="dpo", datasets=pairs, trl={"beta": 0.4, "sync_ref_model": True})
+    assert line(found, "trl").startswith("trl: not supported")
+    assert not any(note.key == "trl" for note in imported(folder, rl="dpo", datasets=pairs, trl={"beta": 0.4}).notes)
 
 
 def test_orpo_has_alpha_for_beta(folder: Path) -> None:
@@ -240,6 +284,9 @@ def test_keys_of_a_dataset_that_are_left_out_are_reported(folder: Path, entry: d
         ({"peft_layers_to_transform": [0]}, {"layers_to_transform": [0]}),
         ({"peft_use_dora": True}, {"use_dora": True}),
         ({"lora_modules_to_save": ["embed_tokens"]}, {"modules_to_save": ["embed_tokens"]}),
+        ({"lora_rank_pattern": {"q_proj": 4}}, {"rank_pattern": {"q_proj": 4}}),
+        ({"lora_alpha_pattern": {"q_proj": 4}}, {"alpha_pattern": {"q_proj": 4}}),
+        ({"bf16": "full"}, {"dtype": "bfloat16"}),
         ({"chat_template_jinja": "{{ messages }}", "chat_template": "jinja"}, {"chat_template": "{{ messages }}"}),
         ({"gradient_checkpointing": "offload"}, {"gradient_checkpointing": True}),
         ({"lr_scheduler": "constant", "warmup_steps": 5}, {"lr_scheduler_type": "constant"}),

@@ -227,8 +227,48 @@ def test_losses_of_preferences(folder: Path, keys: dict[str, Any], expected: dic
 
 
 @pytest.mark.parametrize(
+    ("keys", "key", "reason"),
+    [
+        ({"pref_loss": "orpo"}, "pref_loss", "not needed: LLaMA-Factory does not use it with stage: sft"),
+        ({"pref_ftx": 0.5}, "pref_ftx", "not needed: LLaMA-Factory does not use it with stage: sft"),
+        ({"pref_beta": 0.2}, "pref_beta", "not needed: method sft has no such setting"),
+        (
+            {"stage": "kto", "dataset": "kto_en_demo", "pref_ftx": 0.5},
+            "pref_ftx",
+            "not supported: kto has no cross-entropy beside its loss",
+        ),
+        (
+            {"stage": "dpo", "dataset": "dpo_en_demo", "pref_loss": "ipo", "dpo_label_smoothing": 0.1},
+            "dpo_label_smoothing",
+            "not needed: LLaMA-Factory does not use it with pref_loss: ipo",
+        ),
+        (
+            {"stage": "dpo", "dataset": "dpo_en_demo", "simpo_gamma": 0.7},
+            "simpo_gamma",
+            "not needed: LLaMA-Factory does not use it with pref_loss: sigmoid",
+        ),
+        ({"interleave_probs": "0.7,0.3"}, "interleave_probs", "not needed: LLaMA-Factory uses it only where"),
+        ({"double_quantization": False}, "double_quantization", "not supported: 4 bits are NF4"),
+        ({"template": "llama3"}, "template", "not supported: 'llama3' is one of LLaMA-Factory's own templates"),
+    ],
+)
+def test_settings_that_are_not_read_are_reported(folder: Path, keys: dict[str, Any], key: str, reason: str) -> None:
+    found = imported(folder, **keys)
+    assert note(found, key).startswith(f"{key}: {reason}")
+    imported_task([found])
+
+
+def test_sources_alternate_without_shares(folder: Path) -> None:
+    found = imported(folder, dataset="identity,alpaca_en_demo", mix_strategy="interleave_under")
+    assert [source["weight"] for source in found.values["dataset"]] == [1.0, 1.0]
+    assert "where the tool joins all rows" not in "".join(str(each) for each in found.notes)
+
+
+@pytest.mark.parametrize(
     ("keys", "expected"),
     [
+        ({"moe_aux_loss_coef": 0.001}, {"router_aux_loss_coef": 0.001}),
+        ({"max_length": 64, "cutoff_len": None}, {"max_length": 2048}),
         ({"quantization_bit": 4}, {"load_in_4bit": True}),
         ({"quantization_bit": 8}, {"load_in_8bit": True}),
         ({"train_on_prompt": True}, {"train_on": "all"}),
@@ -255,20 +295,20 @@ def test_keys_that_become_another_one(folder: Path, keys: dict[str, Any], expect
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "kind"),
+    ("key", "value", "answer"),
     [
-        ("adapter_name_or_path", "saves/x", "not supported"),
-        ("use_galore", True, "not supported"),
-        ("neat_packing", True, "not needed"),
-        ("packing", True, "not needed"),
-        ("pissa_init", True, "not supported"),
-        ("deepspeed", "ds_z3.json", "not needed"),
-        ("bogus", 1, "unknown"),
-        ("dataloader_drop_last", True, "not supported"),
+        ("adapter_name_or_path", "saves/x", "not supported: "),
+        ("use_galore", True, "not supported: "),
+        ("neat_packing", True, "used as rows that are concatenated without padding"),
+        ("packing", True, "used as rows that are concatenated without padding"),
+        ("pissa_init", True, "not supported: "),
+        ("deepspeed", "ds_z3.json", "not needed: "),
+        ("bogus", 1, "unknown: "),
+        ("dataloader_drop_last", True, "not supported: "),
     ],
 )
-def test_keys_that_are_left_out_are_reported(folder: Path, key: str, value: object, kind: str) -> None:
-    assert note(imported(folder, **{key: value}), key).startswith(f"{key}: {kind}: ")
+def test_keys_that_are_left_out_are_reported(folder: Path, key: str, value: object, answer: str) -> None:
+    assert note(imported(folder, **{key: value}), key).startswith(f"{key}: {answer}")
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,8 @@ def task(folder: Path, *overrides: str, **keys: Any) -> ImportedTask:
         ({"assistant_only_loss": None, "loss_type": "kto", "beta": 0.2}, "kto", 1e-6),
         ({"assistant_only_loss": None, "desirable_weight": 0.5}, "kto", 1e-6),
         ({"assistant_only_loss": None, "loss_type": "simpo", "simpo_gamma": 0.4}, "cpo", 1e-6),
+        ({"assistant_only_loss": None, "loss_type": "simpo", "beta": 2.0}, "cpo", 1e-6),
+        ({"assistant_only_loss": None, "cpo_alpha": 0.5}, "cpo", 1e-6),
     ],
 )
 def test_the_command_and_its_defaults(folder: Path, keys: dict[str, Any], method: str, rate: float) -> None:
@@ -74,6 +76,9 @@ def test_the_command_may_be_named(folder: Path) -> None:
     ("keys", "expected"),
     [
         ({"max_length": None}, {"max_length": 2**20}),
+        ({"max_seq_length": 2048}, {"max_length": 2048}),
+        ({"max_seq_length": 2048, "max_length": 512}, {"max_length": 512}),
+        ({"lora_modules_to_save": ["lm_head"]}, {"modules_to_save": ["lm_head"]}),
         ({"completion_only_loss": False}, {"train_on": "all"}),
         ({"dataset_text_field": "body"}, {"columns": {"text": "body"}}),
         (
@@ -142,7 +147,7 @@ def test_what_cannot_be_trained_is_refused(
     [
         ({"assistant_only_loss": False}, "assistant_only_loss", NoteKind.USED),
         ({"lora_target_modules": None}, "lora_target_modules", NoteKind.USED),
-        ({"packing": True}, "packing", NoteKind.NOT_NEEDED),
+        ({"packing": True}, "packing", NoteKind.USED),
         ({"loss_type": "dft"}, "loss_type", NoteKind.NOT_SUPPORTED),
         ({"model_init_kwargs": {"dtype": "x"}}, "model_init_kwargs", NoteKind.NOT_SUPPORTED),
         ({"no_remove_unused_columns": True}, "no_remove_unused_columns", NoteKind.NOT_NEEDED),
@@ -195,3 +200,74 @@ def test_trainers_written_as_json(folder: Path, name: str, reported: set[str]) -
 def test_dropout_of_preferences_is_that_of_trl(folder: Path, keys: dict[str, Any], dropout: float) -> None:
     made = task(folder, beta=0.1, assistant_only_loss=None, lora_dropout=0.1, **keys)
     assert made.task.jobs[0].config.lora_dropout == dropout
+
+
+def test_alpha_of_cpo_is_not_that_of_the_adapter(folder: Path) -> None:
+    """TRL's CPO has ``alpha``, of AlphaPO's reward, beside ``cpo_alpha``; others write it for lora_alpha."""
+    keys = {"assistant_only_loss": None, "loss_type": "simpo", "cpo_alpha": 0.3, "lora_alpha": 12}
+    plain = task(folder, **keys, alpha=0.0)
+    assert not [note for note in plain.files[0].notes if note.key == "alpha"]
+    config = plain.task.jobs[0].config
+    assert (config.lora_alpha, config.objective.to_dict()["cpo_alpha"]) == (12, 0.3)
+    found = imported(folder, **keys, alpha=0.25)
+    assert line(found, "alpha") == "alpha: not supported: AlphaPO's form of the reward does not exist here"
+    assert found.values["lora_alpha"] == 12
+    without = imported(folder, **{**keys, "lora_alpha": None}, alpha=0.25)
+    assert without.values["lora_alpha"] == 32, "TRL's default"
+
+
+@pytest.mark.parametrize(("gamma", "reported"), [(0.5, False), (0.7, True)])
+def test_gamma_of_simpo_belongs_to_its_loss(folder: Path, gamma: float, reported: bool) -> None:
+    """TRL has the setting with every loss of CPO, with the value 0.5, and reads it with that one alone."""
+    made = task(folder, assistant_only_loss=None, cpo_alpha=0.3, loss_type="ipo", simpo_gamma=gamma)
+    assert made.task.jobs[0].config.objective.to_dict()["loss_type"] == "ipo"
+    expected = ["simpo_gamma: not needed: TRL reads it with loss_type: simpo alone"] if reported else []
+    assert [str(note) for note in made.files[0].notes if note.key == "simpo_gamma"] == expected
+    other = task(folder, "loss_type=simpo", assistant_only_loss=None, cpo_alpha=0.3, simpo_gamma=gamma)
+    assert other.task.jobs[0].config.objective.to_dict()["simpo_gamma"] == gamma
+
+
+@pytest.mark.parametrize("key", ["alpha", "rank", "dropout", "batch_size", "epochs", "optimizer", "lr", "cutoff_len"])
+def test_spellings_of_other_tools_are_no_keys_of_trl(folder: Path, key: str) -> None:
+    found = imported(folder, **{key: 3})
+    assert line(found, key) == f"{key}: unknown: no key that ALTO knows; it is left out"
+    assert found.values == imported(folder).values
+
+
+@pytest.mark.parametrize("name", ["cpo.CPOConfig", "orpo.ORPOConfig"])
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+def test_experimental_trainers_written_as_json(folder: Path, name: str) -> None:
+    module, _, kind = name.partition(".")
+    made = getattr(pytest.importorskip(f"trl.experimental.{module}"), kind)
+    arguments = made(output_dir=str(folder / "out"), report_to="none", save_steps=20, use_cpu=True, beta=0.3)
+    (folder / "args.json").write_text(arguments.to_json_string(), encoding="utf-8")
+    found = import_file(folder / "args.json", None, [f"method={module}"])
+    assert {note.key for note in found.notes} == {*EVERYWHERE, "bf16"}
+    config = imported_task([found], ["model=alto-tiny", "dataset=a/b"]).task.jobs[0].config
+    assert (config.learning_rate, config.lora_alpha, config.objective.beta) == (1e-6, 32, 0.3)
+
+
+@pytest.mark.parametrize("split", ["train", "train[:50%]"])
+def test_a_part_of_a_file_is_reported(folder: Path, split: str) -> None:
+    """All rows of a file are used: whoever asked for half of them is to know."""
+    (folder / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n', encoding="utf-8")
+    listed = [{"path": "json", "data_files": "rows.jsonl", "split": split}]
+    answer = "not supported: a file has no splits: all of its rows are used; write max_samples for a part of them"
+    for keys, key in (
+        ({"dataset_name": None, "datasets": listed}, "datasets[0].split"),
+        ({"dataset_name": "rows.jsonl", "datasets": None, "dataset_train_split": split}, "dataset_train_split"),
+    ):
+        found = imported(folder, **keys)
+        expected = [] if split == "train" else [f"{key}: {answer}"]
+        assert [str(note) for note in found.notes if note.key == key] == expected
+
+
+def test_use_peft_alone_has_the_adapter_of_trl(folder: Path) -> None:
+    (folder / "bare.yaml").write_text("model_name_or_path: m\ndataset_name: a/b\nuse_peft: true\n", encoding="utf-8")
+    config = imported_task([import_file(folder / "bare.yaml")]).task.jobs[0].config
+    assert (config.r, config.lora_alpha, config.lora_dropout) == (16, 32, 0.05)
+
+
+def test_orpo_has_the_learning_rate_of_trl(folder: Path) -> None:
+    made = task(folder, "method=orpo", assistant_only_loss=None, beta=0.2)
+    assert (made.task.method, made.task.jobs[0].config.learning_rate) == ("orpo", 1e-6)

@@ -168,6 +168,73 @@ special_tokens:
    pad_token: <|end_of_text|>
 """
 
+AXOLOTL_INSTRUCT = """\
+base_model: alto-tiny
+# optionally might have model_type or tokenizer_type
+model_type: LlamaForCausalLM
+tokenizer_type: AutoTokenizer
+
+load_in_8bit: true
+load_in_4bit: false
+
+chat_template: llama3
+datasets:
+  - path: data/chat_messages.jsonl
+    ds_type: json
+    type: chat_template
+    field_messages: messages
+    message_property_mappings:
+      role: role
+      content: content
+    roles:
+      user:
+        - user
+      assistant:
+        - assistant
+
+dataset_prepared_path:
+val_set_size: 0.1
+output_dir: ./outputs/lora-out
+
+sequence_len: 4096
+sample_packing: false
+
+adapter: lora
+lora_model_dir:
+lora_r: 16
+lora_alpha: 32
+lora_dropout: 0.05
+lora_target_linear: true
+
+wandb_project:
+wandb_entity:
+wandb_watch:
+wandb_name:
+wandb_log_model:
+
+gradient_accumulation_steps: 4
+micro_batch_size: 2
+num_epochs: 3
+optimizer: adamw_bnb_8bit
+lr_scheduler: cosine
+learning_rate: 0.0002
+
+bf16: auto
+tf32: false
+
+gradient_checkpointing: true
+resume_from_checkpoint:
+logging_steps: 1
+attn_implementation: flash_attention_2
+
+warmup_ratio: 0.1
+evals_per_epoch: 4
+saves_per_epoch: 1
+weight_decay: 0.0
+special_tokens:
+  pad_token: <|finetune_right_pad_id|>
+"""
+
 AXOLOTL_QLORA = """\
 base_model: alto-tiny
 model_type: AutoModelForCausalLM
@@ -384,7 +451,29 @@ use_peft: true
 lora_r: 32
 lora_alpha: 16
 lora_target_modules: all-linear
-report_to: [wandb]
+"""
+
+TRL_KTO = """\
+# trl kto --config kto_config.yaml
+model_name_or_path: alto-tiny
+dataset_name: trl-lib/kto-mix-14k
+per_device_train_batch_size: 8
+gradient_accumulation_steps: 2
+num_train_epochs: 2
+learning_rate: 5.0e-7
+lr_scheduler_type: cosine
+warmup_steps: 0.1
+beta: 0.2
+loss_type: kto
+undesirable_weight: 1.33
+eval_steps: 500
+logging_first_step: true
+output_dir: kto-aligned-model-lora
+use_peft: true
+load_in_4bit: true
+lora_target_modules: all-linear
+lora_r: 16
+lora_alpha: 16
 """
 
 CONFIGS: Mapping[str, tuple[str, str]] = {
@@ -392,13 +481,21 @@ CONFIGS: Mapping[str, tuple[str, str]] = {
     "llamafactory-dpo.yaml": ("LLaMA-Factory", LLAMAFACTORY_DPO),
     "llamafactory-kto.yaml": ("LLaMA-Factory", LLAMAFACTORY_KTO),
     "axolotl-lora.yml": ("Axolotl", AXOLOTL_LORA),
+    "axolotl-instruct.yml": ("Axolotl", AXOLOTL_INSTRUCT),
     "axolotl-qlora.yml": ("Axolotl", AXOLOTL_QLORA),
     "axolotl-dpo.yml": ("Axolotl", AXOLOTL_DPO),
     "axolotl-kto.yml": ("Axolotl", AXOLOTL_KTO),
     "trl-sft.yaml": ("TRL", TRL_SFT),
     "trl-dpo.yaml": ("TRL", TRL_DPO),
+    "trl-kto.yaml": ("TRL", TRL_KTO),
 }
 """File name, tool and text of each."""
+
+LOCAL_ROWS: Mapping[str, str] = {
+    "trl-lib/ultrafeedback_binarized": "data/ultrafeedback.jsonl",
+    "trl-lib/kto-mix-14k": "data/kto_mix.jsonl",
+}
+"""By hub dataset of a configuration: a file with rows of its form."""
 
 DATASET_INFO: Mapping[str, Any] = {
     "identity": {"file_name": "identity.json"},
@@ -467,6 +564,23 @@ def write_configs(folder: Path) -> Path:
         "chat_pairs.jsonl": [
             {"conversation": [_user(asks)], "chosen": _assistant(says), "rejected": _assistant(wrong)}
             for asks, says, wrong in sums
+        ],
+        "ultrafeedback.jsonl": [
+            {
+                "chosen": [_user(asks), _assistant(says)],
+                "rejected": [_user(asks), _assistant(wrong)],
+                "score_chosen": 9.0,
+                "score_rejected": 2.0,
+            }
+            for asks, says, wrong in sums
+        ],
+        "kto_mix.jsonl": [
+            {
+                "prompt": [_user(asks)],
+                "completion": [_assistant(says if number % 2 else wrong)],
+                "label": bool(number % 2),
+            }
+            for number, (asks, says, wrong) in enumerate(sums)
         ],
     }
     for name, found in rows.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from alto.errors import UnsupportedError
@@ -53,9 +54,11 @@ _OTHER_NAMES = {
 }
 
 _PACKED = (
-    "rows are never padded, so packing saves nothing; but a packed row of Axolotl holds several rows, as many as fit "
+    "rows that are concatenated without padding, each a row of its own; a packed row of Axolotl holds as many as fit "
     "into sequence_len: raise per_device_train_batch_size to about as many"
 )
+_KERNEL_PLUGINS = ("liger", "cut_cross_entropy", "kernels")
+"""Parts of the names of plugins that compute the same with other kernels."""
 
 
 def read_axolotl(draft: Draft, method_name: str | None) -> None:
@@ -70,7 +73,11 @@ def read_axolotl(draft: Draft, method_name: str | None) -> None:
         UnsupportedError: It trains something else than adapters, or has a dataset that ALTO cannot read.
     """
     _check_adapter(draft)
+    if method_name is not None and draft.take("rl") is not None:
+        draft.not_needed("rl", "'--set method' names the method")
     method = find_method(method_name or _read_method(draft))
+    if method.compares_replies:
+        _read_beta(draft)
     draft.put("method", method.name)
     draft.put("model", local_model(draft, draft.take("base_model")))
     read_datasets(draft, method)
@@ -84,10 +91,14 @@ def read_axolotl(draft: Draft, method_name: str | None) -> None:
     _read_targets(draft)
     _read_trackers(draft)
     _read_tokens(draft)
+    _read_plugins(draft)
     _read_length(draft)
-    if draft.take("train_on_inputs") and method.name == "sft":
-        draft.put("train_on", "all")
-        draft.used("train_on_inputs", "train_on: all")
+    if draft.take("train_on_inputs"):
+        if method.name == "sft":
+            draft.put("train_on", "all")
+            draft.used("train_on_inputs", "train_on: all")
+        else:
+            draft.not_needed("train_on_inputs", f"method {method.name} learns from replies alone")
     draft.drop(PREFIXES)
     draft.pass_on(ANSWERS, method)
     set_defaults(draft, _DEFAULTS)
@@ -122,20 +133,28 @@ def _read_method(draft: Draft) -> str:
         if draft.take(key):
             raise UnsupportedError(f"{key}: expected false, found true: ALTO trains no reward models. Remove the key.")
     name = _METHODS[kind]
-    smoothing, orpo_alpha, older = (draft.take(key) for key in ("dpo_label_smoothing", "orpo_alpha", "dpo_beta"))
+    if kind != "dpo" and draft.take("dpo_label_smoothing"):
+        draft.not_needed("dpo_label_smoothing", "Axolotl uses it with rl: dpo alone")
     if kind == "ipo":
         draft.put("loss_type", "ipo")
         draft.used("rl", "method: dpo with loss_type: ipo")
     if kind == "simpo":
         draft.put("loss_type", "simpo")
         draft.used("rl", "method: cpo with loss_type: simpo")
-    if name == "dpo":
-        draft.put("label_smoothing", smoothing or None)
-    if name == "orpo" and draft.given.get("rl_beta") is None:
-        draft.put("beta", orpo_alpha)
-    elif name != "sft" and draft.given.get("rl_beta") is None:
-        draft.put("beta", older)
+    if kind == "dpo":
+        draft.put("label_smoothing", draft.take("dpo_label_smoothing") or None)
     return name
+
+
+def _read_beta(draft: Draft) -> None:
+    """``beta`` of the mapping ``trl`` overrules the others."""
+    settings = draft.given.get("trl")
+    if isinstance(settings, Mapping):
+        draft.put("beta", settings.get("beta"))
+        draft.given["trl"] = {key: value for key, value in settings.items() if key != "beta" and value is not None}
+    for key in ("rl_beta", "dpo_beta", "orpo_alpha"):
+        if "beta" not in draft.values:
+            draft.put("beta", draft.take(key))
 
 
 def _read_template(draft: Draft) -> None:
@@ -152,17 +171,22 @@ def _read_template(draft: Draft) -> None:
 
 def _read_schedule(draft: Draft) -> None:
     """Axolotl's floor of a cosine, and its warmup where none is given."""
+    if draft.given.get("bf16") == "full":
+        draft.given["bf16"] = True
     floor = draft.take("cosine_min_lr_ratio")
     if floor and draft.given.get("lr_scheduler_type", "cosine") == "cosine":
         draft.given["lr_scheduler_type"] = "cosine_with_min_lr"
         draft.given["lr_scheduler_kwargs"] = {"min_lr_rate": floor}
         draft.used("cosine_min_lr_ratio", "lr_scheduler_type: cosine_with_min_lr with min_lr_rate")
-    has_warmup = draft.given.get("warmup_steps") or draft.given.get("warmup_ratio")
-    if not has_warmup and draft.given.get("lr_scheduler_type") != "constant":
-        draft.put("warmup_ratio", _WARMUP)
-        draft.used("warmup_steps", f"warmup_ratio: {_WARMUP}, Axolotl's warmup where none is given")
-        draft.given.pop("warmup_steps", None)
-        draft.given.pop("warmup_ratio", None)
+    elif floor:
+        draft.not_needed("cosine_min_lr_ratio", "only the schedule 'cosine' has such a floor")
+    has_none = all(draft.given.get(key) is None for key in ("warmup_steps", "warmup_ratio"))
+    if has_none and draft.given.get("lr_scheduler_type") != "constant":
+        draft.given["warmup_ratio"] = _WARMUP
+        draft.used(
+            "warmup_steps",
+            f"warmup_ratio: {_WARMUP}, Axolotl's warmup where none is given, which ends after 100 steps there",
+        )
 
 
 def _read_batch(draft: Draft) -> None:
@@ -175,7 +199,7 @@ def _read_batch(draft: Draft) -> None:
     draft.put("per_device_train_batch_size", rows)
     draft.put("gradient_accumulation_steps", parts)
     if draft.take("sample_packing"):
-        draft.not_needed("sample_packing", _PACKED)
+        draft.used("sample_packing", _PACKED)
 
 
 def _read_targets(draft: Draft) -> None:
@@ -201,6 +225,15 @@ def _read_trackers(draft: Draft) -> None:
     if draft.take("use_tensorboard"):
         names.append("tensorboard")
     draft.put("report_to", names or None)
+
+
+def _read_plugins(draft: Draft) -> None:
+    names = [str(name) for name in draft.take_list("plugins")]
+    foreign = [name for name in names if not any(part in name.lower() for part in _KERNEL_PLUGINS)]
+    if foreign:
+        draft.not_supported("plugins", f"{quoted(', '.join(foreign))}: plugins of Axolotl are not loaded")
+    elif names:
+        draft.not_needed("plugins", "plugins of Axolotl are not loaded; ALTO has kernels of its own")
 
 
 def _read_length(draft: Draft) -> None:

@@ -63,8 +63,32 @@ _REPORTED = {
     "split_thinking": "every key of a message, such as reasoning_content, reaches the chat template",
     "field_thinking": "every key of a message, such as reasoning_content, reaches the chat template",
     "shards": "write max_samples to use a part of the rows",
+    "shards_idx": "write max_samples to use a part of the rows",
+    "chat_template_jinja": "write it in the task's chat_template",
+    "train_on_eot": "the token that ends a trained reply is trained, and no other",
+    "template_thinking_key": "every key of a message, such as reasoning_content, reaches the chat template",
+    "logprobs_field": "jobs are trained with the losses of ALTO's methods",
+    "temperature": "jobs are trained with the losses of ALTO's methods",
 }
-"""Keys of a dataset that change its rows, and what to do instead."""
+"""Keys of a dataset that change its rows or what is learned from them, and what to do instead."""
+
+_UNNEEDED = {
+    "ds_type": "how a file is written is known by the ending of its name",
+    "trust_remote_code": "no code of a dataset is run",
+    "preprocess_shards": "rows are tokenised once for all jobs",
+}
+"""Keys of a dataset that change nothing of what is learned, and why."""
+
+_KEYS = (
+    *("path", "name", "type", "split", "data_files", "field", "chat_template", "roles", "roles_to_train"),
+    *("train_on_eos", "field_messages", "field_tools", "field_chosen", "field_rejected", "message_property_mappings"),
+    *("message_field_role", "message_field_content", *_REPORTED, *_UNNEEDED),
+)
+_TYPE_KEYS = (
+    *("system_prompt", "system_format", "field_system", "field_instruction", "field_input", "field_output", "format"),
+    *("no_input_format", "field_prompt", "field_chosen", "field_rejected", "field_completion", "field_label"),
+    *("prompt_format", "chosen_format", "rejected_format", "completion_format"),
+)
 
 
 def read_datasets(draft: Draft, method: Method) -> None:
@@ -118,8 +142,14 @@ def _source(draft: Draft, entry: Mapping[str, Any], where: str, method: Method) 
     for key, text in _REPORTED.items():
         if entry.get(key) not in (None, False):
             draft.not_supported(f"{where}.{key}", text)
+    for key, text in _UNNEEDED.items():
+        if entry.get(key) not in (None, False):
+            draft.not_needed(f"{where}.{key}", text)
+    draft.report_unread(entry, _KEYS, where)
+    if isinstance(entry.get("type"), Mapping):
+        draft.report_unread(entry["type"], _TYPE_KEYS, f"{where}.type")
     template = entry.get("chat_template")
-    if template not in (None, "tokenizer_default"):
+    if template not in (None, "tokenizer_default") and (template != "jinja" or not entry.get("chat_template_jinja")):
         draft.not_supported(
             f"{where}.chat_template",
             "rows are written by the chat template of the model's tokenizer; write another one's Jinja text "
@@ -206,6 +236,7 @@ def _conversation(draft: Draft, entry: Mapping[str, Any], kind: str, where: str)
     usual = {"role": "from", "content": "value"} if kind == "sharegpt" else {"role": "role", "content": "content"}
     column = entry.get("field_messages") or ("conversations" if kind == "sharegpt" else "messages")
     form = _message_form(entry, usual, where)
+    _report_mapped(draft, entry, where)
     trained = checked(entry.get("roles_to_train") or [], list, f"{where}.roles_to_train")
     if not all(role in ("assistant", "gpt", "model") for role in trained):
         draft.not_supported(f"{where}.roles_to_train", "replies are trained; train_on: all trains every token")
@@ -225,6 +256,16 @@ def _message_form(entry: Mapping[str, Any], usual: Mapping[str, str], where: str
     if roles is not None and not isinstance(roles, Mapping):
         raise SpecError(f"{where}.roles: expected a mapping of roles to names, found {quoted(roles)}. Correct it.")
     return message_form(keys["role"], keys["content"], roles or {}, where)
+
+
+def _report_mapped(draft: Draft, entry: Mapping[str, Any], where: str) -> None:
+    """Report further keys of messages that have another name in the rows."""
+    for key, name in (entry.get("message_property_mappings") or {}).items():
+        if key not in ("role", "content") and name not in (None, key):
+            draft.not_supported(
+                f"{where}.message_property_mappings.{key}",
+                f"keys of a message reach the chat template under their own names: rename {quoted(name)} in the rows",
+            )
 
 
 def _custom(draft: Draft, kind: Mapping[str, Any], where: str) -> tuple[str, dict[str, str]]:
@@ -251,6 +292,7 @@ def _pair_columns(draft: Draft, entry: Mapping[str, Any], kind: object, where: s
     template, _, name = str(kind or "").partition(".")
     if template == "chat_template" and name in ("", "default"):
         _message_form(entry, {"role": "role", "content": "content"}, where)
+        _report_mapped(draft, entry, where)
         sides = {side: entry.get(f"field_{side}") or side for side in ("chosen", "rejected")}
         return {"prompt": entry.get("field_messages") or "messages", **sides}
     if name not in _PAIR_TYPES:

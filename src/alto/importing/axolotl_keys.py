@@ -21,11 +21,14 @@ _NOT_NEEDED: Mapping[str, tuple[str, ...]] = {
         "saves_per_epoch",
         "save_first_step",
         "auto_resume_from_checkpoints",
+        "dynamic_checkpoint",
     ),
     "every job is evaluated at equal shares of its own steps ('eval_steps: 0.05')": (
         *("evals_per_epoch", "eval_batch_size", "eval_sample_packing", "eval_table_size", "eval_max_new_tokens"),
         *("do_causal_lm_eval", "eval_causal_lm_metrics", "do_bench_eval", "bench_dataset", "bench_split"),
-        *("generate_samples", "num_generation_samples", "generation_max_new_tokens"),
+        *("generate_samples", "num_generation_samples", "generation_max_new_tokens", "generation_do_sample"),
+        *("generation_prompt_ratio", "generation_temperature", "generation_top_k", "generation_top_p"),
+        "eval_sequence_len",
     ),
     "'early_exit' ends jobs by their validation losses": (
         *("early_stopping_patience", "loss_watchdog_threshold", "loss_watchdog_patience"),
@@ -34,6 +37,7 @@ _NOT_NEEDED: Mapping[str, tuple[str, ...]] = {
         *("pad_to_sequence_len", "sample_packing_group_size", "sample_packing_bin_size", "batch_flattening"),
         *("sample_packing_sequentially", "multipack_real_batches", "sample_packing_eff_est"),
         *("pretrain_multipack_buffer_size", "pretrain_multipack_attn", "pretraining_sample_concatenation"),
+        *("streaming_multipack_buffer_size", "sample_packing_mp_start_method", "dpo_padding_free"),
     ),
     "rows are tokenised once for all jobs, and kept in ALTO's cache where they are large (token_cache)": (
         *("dataset_prepared_path", "dataset_processes", "dataset_keep_in_memory", "dataset_shard_num"),
@@ -45,19 +49,29 @@ _NOT_NEEDED: Mapping[str, tuple[str, ...]] = {
         *("flex_attn_compile_kwargs", "flash_attn_cross_entropy", "flash_attn_rms_norm", "flash_attn_fuse_qkv"),
         *("flash_attn_fuse_mlp", "flash_optimum", "attn_implementation", "unsloth_cross_entropy_loss"),
         *("fused_attn_kernel", "use_scattermoe", "use_sonicmoe", "experts_implementation", "gptq_disable_exllama"),
-        *("lora_fan_in_fan_out", "expert_parallel_size"),
         *("unsloth_lora_mlp", "unsloth_lora_qkv", "unsloth_lora_o", "unsloth_rms_norm", "unsloth_rope"),
         *("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel", "use_kernels"),
         *("liger_rope", "liger_rms_norm", "liger_glu_activation", "liger_layer_norm", "liger_cross_entropy"),
         *("liger_fused_linear_cross_entropy", "liger_swiglu", "cut_cross_entropy", "chunked_cross_entropy"),
+        *("chunked_cross_entropy_num_chunks", "flash_attn_d512", "large_head_attention", "sage_attention"),
+        *("sdpa_varlen", "tiled_mlp", "tiled_mlp_num_shards", "tiled_mlp_use_original_mlp", "liger_rms_norm_gated"),
+        *("dpo_use_liger_kernel", "gemma4_hybrid_attn_impl", "deepcompile", "torch_compile_options"),
     ),
-    "plugins of Axolotl are not loaded; ALTO has kernels of its own": ("plugins",),
+    "how a layer stores its weight is read from the model": ("lora_fan_in_fan_out",),
+    "ALTO chooses how a model is loaded": ("strict", "experimental_skip_move_to_device", "low_cpu_mem_usage"),
+    "only the kind of training, or the plugin, that they belong to reads them": (
+        *("eaft_alpha", "eaft_k", "dion_lr", "dion_momentum", "dion_rank_fraction", "dion_rank_multiple_of"),
+        *("scaling_softmax_factor", "scaling_softmax_bias", "center_rewards_coefficient", "vllm"),
+    ),
+    "ALTO trains text models": (
+        *("image_size", "image_resize_algorithm", "freeze_mm_modules", "processor_kwargs", "role_boundaries"),
+    ),
     "ALTO starts its own processes, and 'num_gpus' shards the base model over several GPUs": (
         *("device", "device_map", "world_size", "ddp", "fsdp_version", "fsdp_final_state_dict_type", "max_memory"),
-        *("gpu_memory_limit", "low_cpu_mem_usage", "lora_on_cpu", "qlora_sharded_model_loading", "use_ray"),
+        *("gpu_memory_limit", "lora_on_cpu", "qlora_sharded_model_loading", "use_ray", "expert_parallel_size"),
         *("ray_num_workers", "ray_run_name", "resources_per_worker", "sequence_parallel_degree", "heads_k_stride"),
         *("ring_attn_func", "tensor_parallel_size", "context_parallel_size", "dp_shard_size", "dp_replicate_size"),
-        *("experimental_skip_move_to_device", "gc_steps", "amp_level"),
+        *("gc_steps", "gc_collect_steps", "amp_level", "layer_offloading", "selective_checkpointing"),
     ),
     "trackers take such settings from their own environment variables": (
         *("wandb_entity", "wandb_name", "wandb_watch", "wandb_log_model", "wandb_run_id", "mlflow_tracking_uri"),
@@ -69,10 +83,10 @@ _NOT_NEEDED: Mapping[str, tuple[str, ...]] = {
         "merge_method",
         "inference",
         "axolotl_config_path",
-        "strict",
     ),
-    "rows are shuffled in every epoch": ("shuffle_merged_datasets",),
-    "no adapter is on the embeddings": ("loraplus_lr_embedding", "embeddings_skip_upcast"),
+    "rows are shuffled in every epoch": ("shuffle_merged_datasets", "shuffle_before_merging_datasets"),
+    "with loraplus_lr_ratio no adapter is on the embeddings": ("loraplus_lr_embedding",),
+    "the base keeps one precision, and 'modules_to_save' are trained in float32": ("embeddings_skip_upcast",),
     "a chat template ends turns by itself": ("eot_tokens",),
 }
 
@@ -96,6 +110,10 @@ _NOT_SUPPORTED: Mapping[str, tuple[str, ...]] = {
         "revision_of_model",
     ),
     "put the message into the rows, as a column system or a first message": ("default_system_message",),
+    "a column chat_template_kwargs of the rows gives the chat template its arguments": ("chat_template_kwargs",),
+    "the loss of method sft is the cross-entropy": ("use_eaft", "scaling_softmax"),
+    "the base keeps one precision": ("fp32_norms", "fp32_norm_classes"),
+    "the weights of the base are those of the model": ("reinit_weights",),
     "every job shuffles its rows in every epoch, by its own 'seed'": ("curriculum_sampling",),
     "all adapter matrices have one learning rate; loraplus_lr_ratio sets another one for B": (
         *("lr_groups", "embedding_lr", "embedding_lr_scale"),
@@ -122,7 +140,7 @@ _NOT_SUPPORTED: Mapping[str, tuple[str, ...]] = {
     ),
     "a conversation is cut after its first max_length tokens, the prompt's included": ("max_prompt_len",),
     "jobs are trained with the losses of ALTO's methods": (
-        *("trl", "vllm", "trainer_cls", "dpo_norm_loss", "dpo_use_logits_to_keep", "dpo_generate_during_eval"),
+        *("trl", "trainer_cls", "dpo_norm_loss", "dpo_use_logits_to_keep", "dpo_generate_during_eval", "ebft"),
     ),
     "write adapter_dtype: bfloat16 for adapters of that precision": ("peft_autocast_adapter_dtype",),
     "trackers are tensorboard, mlflow, wandb and trackio (report_to)": (
@@ -133,12 +151,29 @@ _NOT_SUPPORTED: Mapping[str, tuple[str, ...]] = {
 ANSWERS = Answers(
     not_needed={key: why for why, keys in _NOT_NEEDED.items() for key in keys},
     not_supported={key: why for why, keys in _NOT_SUPPORTED.items() for key in keys},
+    renamed={
+        "num_epochs": "num_train_epochs",
+        "lora_r": "r",
+        "lora_modules_to_save": "modules_to_save",
+        "lora_target_parameters": "target_parameters",
+        "lora_rank_pattern": "rank_pattern",
+        "lora_alpha_pattern": "alpha_pattern",
+        "peft_use_rslora": "use_rslora",
+        "peft_use_dora": "use_dora",
+        "peft_init_lora_weights": "init_lora_weights",
+        "dpo_beta": "beta",
+        "orpo_alpha": "beta",
+        "dpo_loss_type": "loss_type",
+        "dpo_loss_weights": "loss_weights",
+    },
     off={
         "dataset_processes": (0,),
+        "generation_do_sample": (True,),
+        "tiled_mlp_use_original_mlp": (True,),
         "shuffle_merged_datasets": (True,),
         "peft_autocast_adapter_dtype": (True,),
         "max_prompt_len": (512,),
     },
     never_off=("shuffle_merged_datasets", "peft_autocast_adapter_dtype"),
 )
-"""What is known of the keys of Axolotl's schema (0.8 to 0.12)."""
+"""What is known of the keys of Axolotl's schema (0.8 to 0.13)."""

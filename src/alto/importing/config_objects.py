@@ -59,9 +59,6 @@ _BELONGING: Mapping[str, tuple[str, ...]] = {
 }
 """By field: others that only mean something beside the value that a configuration has for it."""
 
-_OF_TRAINERS: Mapping[str, str] = {"alpha": "AlphaPO's form of the reward does not exist here"}
-"""Keys of trainers that are other tools' spellings of fields, and why they are refused where they are not zero."""
-
 _PRECISIONS = ("bf16", "fp16")
 _HARMLESS = ("report_to", "base_model_name_or_path")
 """Settings that change nothing of what is learned, although ALTO does not have all of their values."""
@@ -86,15 +83,10 @@ def read_config_objects(configs: Sequence[object], values: Mapping[str, Any]) ->
     overruled = _overruled(values)
     given, defaults = _given(adapter, arguments)
     asked = {key for key, value in given.items() if key not in defaults or value != defaults[key]}
-    draft = Draft(given=dict(given), folders=(Path.cwd(),), replaced=frozenset({"dataset"}))
+    draft = Draft(given=dict(given), folders=(Path.cwd(),), replaced=frozenset({"dataset", *overruled}))
     method = _method_of(arguments, given.get("task_type"), values)
     if given.get("task_type") == "SEQ_CLS":
         draft.put("task_type", draft.take("task_type"))
-    for key, reason in _OF_TRAINERS.items():
-        if draft.take(key):
-            draft.not_supported(key, reason)
-    if "simpo_gamma" not in asked and given.get("loss_type") != "simpo":
-        draft.take("simpo_gamma")  # a default that the trainer reads with that form alone
     if adapter is None or "target_modules" in overruled:
         draft.given["target_modules"] = _ANY_MODULES
     elif given["target_modules"] is None:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from alto.errors import SpecError
 from alto.spec.job_config import JOB_FIELDS
-from alto.spec.keys import JOB_ALIASES, NOT_NEEDED_KEYS, TASK_ALIASES, UNSUPPORTED_KEYS, asks_for_nothing
+from alto.spec.keys import NOT_NEEDED_KEYS, UNSUPPORTED_KEYS, asks_for_nothing
 from alto.spec.method import Method
 from alto.spec.quoting import quoted
 from alto.spec.task import TASK_FIELDS
@@ -67,9 +67,11 @@ class Note:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answers:
-    """What is known of the keys that a tool has and tasks do not.
+    """What is known of the keys of a tool that are taken over or reported without being read one by one.
 
     Attributes:
+        renamed: Keys that are fields of a task under another name, and that name. Other tools' spellings of the same
+            field are none of this tool's keys: ``alpha`` of TRL's CPO is not ``lora_alpha``.
         not_needed: Keys that would change nothing of what is learned, and why.
         not_supported: Keys that would, and what to do instead.
         off: Values, beside null, false and what is empty, with which they ask for nothing.
@@ -78,6 +80,7 @@ class Answers:
 
     not_needed: Mapping[str, str]
     not_supported: Mapping[str, str]
+    renamed: Mapping[str, str] = field(default_factory=dict)
     off: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     never_off: Collection[str] = ()
 
@@ -168,6 +171,22 @@ class Draft:
         """Report a key that would change what is learned."""
         self._note(NoteKind.NOT_SUPPORTED, key, text)
 
+    def unknown(self, key: str) -> None:
+        """Report a key that is none of the tool's, as far as ALTO knows."""
+        self._note(NoteKind.UNKNOWN, quoted(key)[1:-1], "no key that ALTO knows; it is left out")
+
+    def report_unread(self, entry: Mapping[Any, Any], read: Collection[str], where: str) -> None:
+        """Report the keys of a mapping inside of the configuration that nothing reads.
+
+        Args:
+            entry: The mapping; keys that are null ask for nothing.
+            read: Keys that are read, or reported by themselves.
+            where: Its place, for the report.
+        """
+        for key, value in entry.items():
+            if value is not None and key not in read:
+                self.unknown(f"{where}.{key}")
+
     def locate(self, path: str) -> str:
         """``path`` as an absolute one, where it leads to something that exists, else as it is."""
         for folder in self.folders:
@@ -186,10 +205,10 @@ class Draft:
             answers: What is known of the tool's own keys.
             method: Method of the task, which decides about settings.
         """
-        aliases = {**JOB_ALIASES, **TASK_ALIASES, **method.aliases}
+        names = {**method.aliases, **answers.renamed}
         fields = {*JOB_FIELDS, *TASK_FIELDS, *method.fields}
         for key, value in self.given.items():
-            name = aliases.get(key, key)
+            name = names.get(key, key)
             if key in answers.not_needed or key in answers.not_supported:
                 if not answers.is_off(key, value):
                     self._answer(key, answers.not_needed, answers.not_supported)
@@ -204,7 +223,7 @@ class Draft:
             elif key in UNSUPPORTED_KEYS or key in NOT_NEEDED_KEYS:
                 self._answer(key, NOT_NEEDED_KEYS, UNSUPPORTED_KEYS)
             else:
-                self._note(NoteKind.UNKNOWN, quoted(key)[1:-1], "no key that ALTO knows; it is left out")
+                self.unknown(key)
         self.given.clear()
 
     def _note(self, kind: NoteKind, key: str, text: str) -> None:

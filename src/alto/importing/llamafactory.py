@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from alto.errors import UnsupportedError
@@ -30,22 +31,26 @@ MARKS = frozenset(
 """Keys by which a configuration of LLaMA-Factory is recognised."""
 
 _PREFIXES = (
-    *("freeze_", "oft_", "galore_", "apollo_", "badam_", "ppo_", "swanlab_", "ray_", "export_", "image_", "video_"),
-    *("kt_", "vllm_", "sglang_"),
+    *("freeze_", "oft_", "galore_", "apollo_", "badam_", "ppo_", "swanlab_", "export_", "image_", "video_", "audio_"),
+    *("kt_", "vllm_", "sglang_", "profiler_", "asft_", "eaft_", "hyper_parallel_"),
 )
-"""Keys of other kinds of training, other trackers, other launchers or of exports, which alone do nothing."""
+"""Keys of other kinds of training, of other trackers, of exports, of images and sounds, and settings of what another
+key switches on: alone they do nothing."""
+
+_PACKED = (
+    "rows that are concatenated without padding, and never attend to each other; a packed row of LLaMA-Factory holds "
+    "several rows: raise per_device_train_batch_size to about as many"
+)
 
 _ANSWERS = Answers(
     not_needed={
-        "template": "rows are written by the chat template of the model's tokenizer; write the Jinja text of "
-        "another in chat_template",
         "plot_loss": "'report.html' of the run has the loss curves",
-        "neat_packing": "rows are concatenated without padding and never attend to each other",
         "early_stopping_steps": "'early_exit' ends jobs by their validation losses",
         "compute_accuracy": "jobs are compared by their validation loss",
         "eval_on_each_dataset": "the loss on every source of a mixture is recorded",
         "ref_model": "the reference is the frozen base",
-        "disable_gradient_checkpointing": "write gradient_checkpointing: true to recompute activations",
+        "disable_gradient_checkpointing": "activations are recomputed where memory needs it, or with "
+        "gradient_checkpointing: true",
         **dict.fromkeys(
             (
                 "overwrite_cache",
@@ -53,6 +58,7 @@ _ANSWERS = Answers(
                 "preprocessing_batch_size",
                 "buffer_size",
                 "tokenized_path",
+                "data_shared_file_system",
             ),
             "rows are tokenised once for all jobs, and kept in ALTO's cache where they are large (token_cache)",
         ),
@@ -77,26 +83,48 @@ _ANSWERS = Answers(
             "models come from the cache and with the token of the Hugging Face hub",
         ),
         **dict.fromkeys(
-            ("print_param_status", "include_effective_tokens_per_second", "predict_with_generate", "media_dir"),
+            ("print_param_status", "include_effective_tokens_per_second", "enable_torch_profiler"),
             "a run's journal and report have what is known of every job",
         ),
+        **dict.fromkeys(("media_dir", "crop_to_patches", "use_audio_in_video"), "ALTO trains text models"),
         **dict.fromkeys(
-            ("max_new_tokens", "do_sample", "temperature", "top_p", "top_k", "num_beams", "repetition_penalty"),
+            (
+                *("max_new_tokens", "max_length", "do_sample", "temperature", "top_p", "top_k", "num_beams"),
+                *("eval_num_beams", "repetition_penalty", "length_penalty", "skip_special_tokens"),
+                "predict_with_generate",
+            ),
             "'alto eval' generates answers",
         ),
-        **dict.fromkeys(("quantization_type", "double_quantization"), "4 bits are NF4 with double quantisation"),
-        "loraplus_lr_embedding": "no adapter is on the embeddings",
+        **dict.fromkeys(
+            (
+                *("ray_run_name", "ray_storage_path", "ray_num_workers", "ray_init_kwargs", "resources_per_worker"),
+                *("placement_strategy", "master_addr", "master_port", "device_map", "use_mca", "use_megatron_bridge"),
+                "use_hyper_parallel",
+            ),
+            "ALTO starts its own processes, and 'num_gpus' shards the base model over several GPUs",
+        ),
+        "loraplus_lr_embedding": "with loraplus_lr_ratio no adapter is on the embeddings",
         "ignore_pad_token_for_loss": "there is no padding",
         "pissa_iter": "PiSSA is not supported",
         "pissa_convert": "PiSSA is not supported",
         "create_new_adapter": "every job begins with a new adapter",
     },
     not_supported={
-        "adapter_name_or_path": "write it as init_adapter: every job begins with it, and dpo and kto compare with it",
+        **dict.fromkeys(
+            ("adapter_name_or_path", "adapter_folder"),
+            "write it as init_adapter: every job begins with it, and dpo and kto compare with it",
+        ),
+        **dict.fromkeys(("quantization_type", "double_quantization"), "4 bits are NF4 with double quantisation"),
         "additional_target": "only adapters, biases and classification heads are trained",
         "pref_bco_weight": "write loss_type: [sigmoid, bco_pair] with loss_weights for TRL's form of it",
-        "use_dft_loss": "the loss of method sft is the cross-entropy",
-        "moe_aux_loss_coef": "the experts' balancing loss is not added",
+        **dict.fromkeys(
+            ("use_dft_loss", "use_asft_loss", "use_eaft_loss"), "the loss of method sft is the cross-entropy"
+        ),
+        "default_system": "put the message into the rows, as a column system or a first message",
+        **dict.fromkeys(
+            ("enable_thinking", "preserve_thinking"),
+            "the chat template of the model's tokenizer decides; a column chat_template_kwargs of the rows sets it",
+        ),
         "disable_shuffling": "every job shuffles its rows in every epoch, by its own 'seed'",
         "tool_format": "tools are written by the chat template of the model's tokenizer",
         "rope_scaling": "write it into the model's config.json, and give the folder in 'model'",
@@ -105,20 +133,26 @@ _ANSWERS = Answers(
         "split_special_tokens": "texts are tokenised as the tokenizer does by itself",
         "quantization_method": "models are quantised by bitsandbytes, or as they are on disk",
         "reward_model": "only PPO has one",
-        "ref_model_adapters": "the reference is the frozen base without an adapter",
+        **dict.fromkeys(
+            ("ref_model_adapters", "ref_model_quantization_bit"),
+            "the reference is the frozen base without an adapter, as it is loaded",
+        ),
         "fp8": "the base is float32, bfloat16, float16, or quantised",
         **dict.fromkeys(
             ("add_tokens", "add_special_tokens", "new_special_tokens_config", "resize_vocab"),
             "the embeddings are not trained: save a model and a tokenizer with the new tokens, and name that folder",
         ),
         **dict.fromkeys(
-            ("use_galore", "use_apollo", "use_badam", "use_adam_mini", "use_muon", "use_llama_pro", "use_mca"),
+            ("use_galore", "use_apollo", "use_badam", "use_adam_mini", "use_muon", "use_llama_pro"),
             "it is about the weights of whole layers, and ALTO trains adapters",
         ),
         "use_swanlab": "trackers are tensorboard, mlflow, wandb and trackio (report_to)",
         "train_from_scratch": "the base model is frozen",
     },
+    renamed={"lora_rank": "r", "moe_aux_loss_coef": "router_aux_loss_coef"},
     off={
+        "skip_special_tokens": (True,),
+        "enable_thinking": (True,),
         "flash_attn": ("auto",),
         "quantization_method": ("bnb", "bitsandbytes"),
         "quantization_type": ("nf4",),
@@ -130,6 +164,7 @@ _ANSWERS = Answers(
         "use_reentrant_gc": (True,),
         "use_kv_cache": (True,),
     },
+    never_off=("double_quantization", "enable_thinking"),
 )
 
 _DEFAULTS = {
@@ -169,6 +204,7 @@ def read_llamafactory(draft: Draft, method_name: str | None) -> None:
     draft.put("model", local_model(draft, draft.take("model_name_or_path")))
     read_datasets(draft, method)
     validation_share(draft, "val_size")
+    _read_template(draft)
     _read_masks(draft)
     draft.put("max_length", draft.take("cutoff_len"))
     read_trainer_keys(draft)
@@ -182,10 +218,16 @@ def read_llamafactory(draft: Draft, method_name: str | None) -> None:
 
 def _read_preference(draft: Draft, stage: str) -> str:
     """The method of ``stage``; LLaMA-Factory has ORPO and SimPO among the losses of DPO."""
-    loss, weight = draft.take_text("pref_loss", "sigmoid"), draft.take("pref_ftx")
-    smoothing, gamma = draft.take("dpo_label_smoothing", 0), draft.take("simpo_gamma")
     if stage != "dpo":
+        if stage == "kto" and draft.take("pref_ftx"):
+            draft.not_supported("pref_ftx", "kto has no cross-entropy beside its loss")
+        _leave_out(draft, ("pref_loss", "pref_ftx", "dpo_label_smoothing", "simpo_gamma"), f"stage: {stage}")
         return _STAGES[stage]
+    loss, weight = draft.take_text("pref_loss", "sigmoid"), draft.take("pref_ftx")
+    smoothed = loss in ("sigmoid", "robust", "exo_pair")
+    others = [*([] if smoothed else ["dpo_label_smoothing"]), *([] if loss == "simpo" else ["simpo_gamma"])]
+    _leave_out(draft, others, f"pref_loss: {loss}")
+    smoothing, gamma = draft.take("dpo_label_smoothing"), draft.take("simpo_gamma")
     if loss == "orpo":
         if weight:
             draft.not_supported("pref_ftx", "ORPO has the cross-entropy of chosen replies already, with the weight 1")
@@ -206,6 +248,23 @@ def _read_preference(draft: Draft, stage: str) -> str:
     return "dpo"
 
 
+def _leave_out(draft: Draft, keys: Iterable[str], where: str) -> None:
+    """Report those of ``keys`` that have a value, of which LLaMA-Factory makes no use ``where`` there is something."""
+    for key in keys:
+        if draft.take(key):
+            draft.not_needed(key, f"LLaMA-Factory does not use it with {where}")
+
+
+def _read_template(draft: Draft) -> None:
+    name = draft.take_text("template")
+    if name is not None:
+        draft.not_supported(
+            "template",
+            f"{quoted(name)} is one of LLaMA-Factory's own templates: rows are written by that of the model's "
+            "tokenizer; write the Jinja text of another in chat_template",
+        )
+
+
 def _read_masks(draft: Draft) -> None:
     if draft.take("train_on_prompt"):
         draft.put("train_on", "all")
@@ -213,12 +272,9 @@ def _read_masks(draft: Draft) -> None:
     if draft.take("mask_history"):
         draft.put("train_on", "last")
         draft.used("mask_history", "train_on: last")
-    if draft.take("packing"):
-        draft.not_needed(
-            "packing",
-            "rows are never padded; but a packed row of LLaMA-Factory holds several rows: raise "
-            "per_device_train_batch_size to about as many",
-        )
+    for key in ("packing", "neat_packing"):
+        if draft.take(key):
+            draft.used(key, _PACKED)
 
 
 def _read_adapter(draft: Draft) -> None:

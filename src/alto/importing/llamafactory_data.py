@@ -18,6 +18,14 @@ __all__ = ["read_datasets"]
 
 _INFO = "dataset_info.json"
 _MEDIA = ("images", "videos", "audios")
+_KEYS = (
+    *("hf_hub_url", "ms_hub_url", "om_hub_url", "file_name", "script_url", "formatting", "ranking", "subset", "split"),
+    *("folder", "num_samples", "columns", "tags"),
+)
+_COLUMNS = (
+    *("prompt", "query", "response", "history", "messages", "system", "tools", "chosen", "rejected", "kto_tag"),
+    *_MEDIA,
+)
 _TAGS = {
     "role_tag": "from",
     "content_tag": "value",
@@ -52,10 +60,14 @@ def read_datasets(draft: Draft, method: Method) -> None:
         return
     info, at = _read_info(draft, folder)
     sources = [_source(draft, info, at, name, method) for name in names]
-    weights = _names(probabilities) if strategy != "concat" and len(sources) > 1 else []
-    if weights:
+    if strategy != "concat" and len(sources) > 1:
+        # Without shares rows of all sources alternate.
+        weights = _names(probabilities) or ["1"] * len(sources)
         sources = [_weighted(source, weight) for source, weight in zip(sources, weights, strict=False)]
-        draft.used("interleave_probs", "the weights of the mixture's sources")
+        if probabilities is not None:
+            draft.used("interleave_probs", "the weights of the mixture's sources")
+    elif probabilities is not None:
+        draft.not_needed("interleave_probs", "LLaMA-Factory uses it only where mix_strategy interleaves several")
     put_sources(draft, sources, "dataset")
     if any(source.form == "alpaca" for source in sources):
         draft.used(
@@ -135,6 +147,8 @@ def _source(draft: Draft, info: Mapping[str, Any] | None, at: Path, name: str, m
             "another dataset."
         )
     form, roles = _form(entry, columns, where, method)
+    for part, known in ((entry, _KEYS), (columns or {}, _COLUMNS), (entry.get("tags") or {}, _TAGS)):
+        draft.report_unread(part, known, f"{_INFO}[{name}]")
     return Source(
         path=_path(draft, entry, at, where),
         form=form,

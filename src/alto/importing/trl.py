@@ -28,6 +28,7 @@ MARKS = frozenset(
         *("use_peft", "model_revision", "attn_implementation", "use_bnb_nested_quant", "lora_task_type"),
         *("assistant_only_loss", "completion_only_loss", "dataset_text_field", "dataset_num_proc", "max_length"),
         *("chat_template_path", "loss_type", "beta", "precompute_ref_log_probs", "padding_free", "eos_token"),
+        *("desirable_weight", "undesirable_weight", "max_completion_length"),
         *("logging_first_step", "eval_do_concat_batches", "per_gpu_train_batch_size", "project"),
     }
 )
@@ -45,19 +46,35 @@ _SFT_KEYS = (
     *("eval_packing", "shuffle_dataset", "eos_token", "dataset_kwargs", "chat_template_path"),
 )
 
-_LEARNING_RATES = {"sft": 2e-5, "dpo": 1e-6, "kto": 1e-6, "cpo": 1e-6}
+_LEARNING_RATES = {"sft": 2e-5, "dpo": 1e-6, "kto": 1e-6, "cpo": 1e-6, "orpo": 1e-6}
 _MAX_LENGTH = 1024
+_SIMPO_GAMMA = 0.5
 _UNLIMITED = 2**20
 _BUILDERS = ("json", "csv", "parquet", "arrow", "text")
 
 _ROWS_OF_A_STEP = (
-    "rows are never padded, so packing saves nothing; but a packed row of TRL holds several rows: raise "
+    "rows that are concatenated without padding, each a row of its own; a packed row of TRL holds several rows: raise "
     "per_device_train_batch_size to about as many"
 )
+_KEYS_OF_A_DATASET = ("path", "name", "data_dir", "data_files", "split", "columns", "fraction")
 
 _ANSWERS = Answers(
-    not_needed={"env": "set environment variables in the shell that starts ALTO"},
+    not_needed={
+        "env": "set environment variables in the shell that starts ALTO",
+        "generate_during_eval": "'alto eval' generates answers",
+        "is_encoder_decoder": "ALTO trains models that continue a text",
+        "label_pad_token_id": "there is no padding",
+        "padding_value": "there is no padding",
+    },
     not_supported={},
+    renamed={
+        "max_seq_length": "max_length",
+        "lora_r": "r",
+        "lora_target_modules": "target_modules",
+        "lora_target_parameters": "target_parameters",
+        "lora_modules_to_save": "modules_to_save",
+    },
+    off={"label_pad_token_id": (-100,)},
 )
 
 
@@ -72,7 +89,8 @@ def read_trl(draft: Draft, method_name: str | None) -> None:
         SpecError: A key has a value that TRL does not take.
         UnsupportedError: It trains all weights, or has a dataset that ALTO cannot read.
     """
-    if draft.take("use_peft") is False:
+    use_peft = draft.take("use_peft")
+    if use_peft is False:
         raise UnsupportedError(
             "use_peft: expected true, found false: TRL would train all weights, and ALTO trains LoRA adapters. Write "
             "use_peft: true."
@@ -89,10 +107,21 @@ def read_trl(draft: Draft, method_name: str | None) -> None:
         _read_masks(draft)
     read_trainer_keys(draft)
     drops_out = draft.take("disable_dropout") is False
-    read_adapter(draft)
+    read_adapter(draft, has_defaults=use_peft is True)
+    if name == "cpo":
+        _read_cpo(draft)
     draft.pass_on(_ANSWERS, method)
     set_defaults(draft, {"learning_rate": _LEARNING_RATES.get(name, 2e-5), "per_device_train_batch_size": 8})
     compares_replies_as_tool(draft, method, drops_out=drops_out)
+
+
+def _read_cpo(draft: Draft) -> None:
+    if draft.take("alpha"):
+        draft.not_supported("alpha", "AlphaPO's form of the reward does not exist here")
+    if draft.given.get("loss_type") == "simpo" or "loss_type" in draft.replaced:
+        return
+    if draft.take("simpo_gamma", _SIMPO_GAMMA) != _SIMPO_GAMMA:
+        draft.not_needed("simpo_gamma", "TRL reads it with loss_type: simpo alone")
 
 
 def _read_flags(draft: Draft) -> None:
@@ -110,7 +139,7 @@ def _command(draft: Draft) -> str:
     names = {loss} if isinstance(loss, str) else set(map(str, checked(loss or [], list, "loss_type")))
     if given.intersection(_KTO_KEYS) or (names and names <= set(KTO_LOSS_TYPES)):
         return "kto"
-    if given.intersection(_CPO_KEYS):
+    if given.intersection(_CPO_KEYS) or names == {"simpo"}:
         return "cpo"
     if names & set(LOSS_TYPES) or (not given.intersection(_SFT_KEYS) and given.intersection(_DPO_KEYS)):
         return "dpo"
@@ -132,11 +161,14 @@ def _read_dataset(draft: Draft) -> None:
     elif share is not None:
         draft.not_supported("test_split_size", f"{quoted(share)} is no share; write validation_split")
     if listed:
+        if name is not None:
+            draft.not_needed("dataset_name", "'datasets' overrules it")
         put_sources(draft, [_entry(draft, item, index) for index, item in enumerate(listed)], "datasets")
         return
     if name is None:
         return
     source = Source(path=readable_path(draft, name, "dataset_name"), config=config, split=train)
+    _report_split(draft, source, "dataset_train_split")
     put_sources(draft, [source], "dataset_name")
     if test not in (None, "test"):
         if source.is_file:
@@ -156,16 +188,28 @@ def _entry(draft: Draft, item: Any, index: int) -> Source:
             f"{where}: expected a hub dataset, or path: json with one file in data_files, found data_dir, "
             "several files or files of a hub dataset. Give one file with --set dataset=FILE."
         )
-    return Source(
+    if item.get("columns") is not None:
+        draft.not_needed(f"{where}.columns", "columns without a role are not read")
+    draft.report_unread(item, _KEYS_OF_A_DATASET, where)
+    source = Source(
         path=readable_path(draft, files or path, where),
         config=item.get("name"),
         split=item.get("split"),
         weight=item.get("fraction"),
     )
+    _report_split(draft, source, f"{where}.split")
+    return source
+
+
+def _report_split(draft: Draft, source: Source, key: str) -> None:
+    if source.is_file and not source.has_usual_split:
+        draft.not_supported(key, "a file has no splits: all of its rows are used; write max_samples for a part of them")
 
 
 def _read_length(draft: Draft) -> None:
-    """``max_length``, which is 1024 where it is not given; null cuts nothing."""
+    """``max_length``, ``max_seq_length`` in older versions, which is 1024 where it is not given; null cuts nothing."""
+    if "max_length" not in draft.given:
+        draft.rename("max_seq_length", "max_length")
     if "max_length" in draft.given and draft.given["max_length"] is None:
         draft.put("max_length", _UNLIMITED)
         draft.used("max_length", f"max_length: {_UNLIMITED}; rows are cut where the model's positions end")
@@ -195,13 +239,18 @@ def _read_masks(draft: Draft) -> None:
     if column != "text":
         draft.put("columns", {"text": column})
     if draft.take("packing"):
-        draft.not_needed("packing", _ROWS_OF_A_STEP)
+        draft.used("packing", _ROWS_OF_A_STEP)
 
 
-def read_adapter(draft: Draft) -> None:
-    """Read keys of TRL's ``ModelConfig`` or of PEFT's ``LoraConfig``, with the defaults of the former."""
+def read_adapter(draft: Draft, *, has_defaults: bool = False) -> None:
+    """Read keys of TRL's ``ModelConfig`` or of PEFT's ``LoraConfig``, with the defaults of the former.
+
+    Args:
+        draft: The configuration.
+        has_defaults: Whether these defaults hold where it has none of the keys, as with ``use_peft: true`` alone.
+    """
     defaults = {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05}
-    if draft.given.keys() & {*defaults, "lora_target_modules"}:
+    if has_defaults or draft.given.keys() & {*defaults, "lora_target_modules"}:
         for key, value in defaults.items():
             if draft.given.get(key) is None and not (key == "lora_r" and "r" in draft.given):
                 draft.given[key] = value

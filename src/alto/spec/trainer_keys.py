@@ -14,8 +14,9 @@ __all__ = ["FIELD_DEFAULTS", "NOT_NEEDED_KEYS", "TRAINER_OFF_VALUES", "UNSUPPORT
 _NOT_NEEDED: Mapping[str, tuple[str, ...]] = {
     "ALTO keeps the best and the last checkpoint of every job": (
         *("save_strategy", "save_steps", "save_total_limit", "save_only_model", "save_on_each_node"),
-        *("load_best_model_at_end", "enable_jit_checkpoint", "save_safetensors", "overwrite_output_dir"),
+        *("load_best_model_at_end", "enable_jit_checkpoint", "save_safetensors"),
     ),
+    "every run has a folder of its own": ("overwrite_output_dir",),
     "the best checkpoint is the one of the lowest validation loss, or the best by the task's 'metric'": (
         "metric_for_best_model",
         "greater_is_better",
@@ -74,9 +75,7 @@ _NOT_NEEDED: Mapping[str, tuple[str, ...]] = {
     ),
     "dropout of the base model is never applied, and 'lora_dropout' sets that of the adapter": ("disable_dropout",),
     "the reference of a preference loss is the frozen base": ("ref_model_mixup_alpha", "ref_model_sync_steps"),
-    "4 bits are NF4 with double quantisation": (
-        *("bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage"),
-    ),
+    "4 bits are NF4 with double quantisation": (*("use_bnb_nested_quant", "bnb_4bit_quant_storage"),),
     "every job trains a LoRA adapter": ("use_peft",),
 }
 
@@ -114,6 +113,7 @@ UNSUPPORTED_TRAINER_KEYS: Mapping[str, str] = {
     **_OF_TRAINERS,
     "activation_offloading": "Write 'gradient_checkpointing: true' to save the memory of activations.",
     "assistant_only_loss": "Write 'train_on: all' to train every token; 'completion', the default, trains replies.",
+    "bnb_4bit_quant_type": "4 bits are NF4 with double quantisation; remove the key.",
     "completion_only_loss": "Write 'train_on: all' to train every token; 'completion', the default, trains replies.",
     "dataloader_drop_last": _ORDER,
     "dataset_kwargs": "Rows are read as 'dataset_format' and 'columns' say; remove the key.",
