@@ -24,6 +24,7 @@ from torch import Tensor
 
 from alto.kernels import DropoutKey, LoraOperands, RowParts, TokenSchedule, choose_backend
 from alto.kernels.dropout import dropout_factor, kept_factor
+from alto.kernels.triton_config import square_sums_config, total_norms_config
 
 REFERENCE = choose_backend("reference")
 CPU = torch.device("cpu")
@@ -378,6 +379,8 @@ class TestRows:
         for name, value in (("_NORM_BLOCK", 16), ("_NORM_TURNS", 2), ("NORM_SPAN", 32)):
             monkeypatch.setattr(f"alto.kernels.triton_config.{name}", value)
         monkeypatch.setattr("alto.kernels.triton_backend.NORM_SPAN", 32)
+        for config in (square_sums_config, total_norms_config):  # each remembers what it has returned
+            monkeypatch.setattr(f"alto.kernels.triton_backend.{config.__name__}", config.__wrapped__)
         rows_ZP = self.banks(torch.float64)[0]
         found = ops.row_norms(rows_ZP, [4, 1], [33, 3001])
         torch.testing.assert_close(found, REFERENCE.row_norms(rows_ZP, [4, 1], [33, 3001]), rtol=EXACT, atol=0.0)

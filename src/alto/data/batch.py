@@ -236,23 +236,23 @@ def collate(jobs: Sequence[JobRows], device: torch.device | str = "cpu") -> Toke
     rows = [(job.dataset, row) for job in jobs for row in job.rows]
     spans_J = [[span for row in job.rows for span in job.dataset.spans[row]] for job in jobs]
     spans = [span for of_job in spans_J for span in of_job]
-    lengths = [span.length for span in spans]
+    lengths, prefixes = [span.length for span in spans], [span.prefix for span in spans]
+    ends_N = torch.tensor(lengths).cumsum(0)
     targets_T = torch.cat([dataset.targets[row] for dataset, row in rows])
     loss_positions_S = (targets_T >= 0).nonzero().squeeze(1)
+    trained_up_to_N = torch.searchsorted(loss_positions_S, ends_N)
     referring = [job for job in jobs if job.dataset.references is not None]
     totals = [job.totals for job in jobs]
     return TokenBatch(
         slots=tuple(job.slot for job in jobs),
         input_ids_T=_send(torch.cat([dataset.input_ids[row] for dataset, row in rows]), device),
-        position_ids_T=_send(
-            torch.cat([torch.arange(span.prefix, span.prefix + span.length) for span in spans]), device
-        ),
+        position_ids_T=_send(_positions(lengths, prefixes, ends_N), device),
         sequence_lengths=tuple(lengths),
-        sequence_prefixes=tuple(span.prefix for span in spans),
+        sequence_prefixes=tuple(prefixes),
         job_tokens=tuple(job.num_tokens for job in jobs),
         loss_positions_S=_send(loss_positions_S, device),
         loss_targets_S=_send(targets_T[loss_positions_S], device),
-        sequence_targets=tuple(int((part >= 0).sum()) for part in targets_T.split(lengths)),
+        sequence_targets=tuple(trained_up_to_N.diff(prepend=trained_up_to_N.new_zeros(1)).tolist()),
         job_targets=tuple(sum(job.dataset.num_trained[row] for row in job.rows) for job in jobs),
         job_rows=tuple(len(job.rows) for job in jobs),
         job_sequences=tuple(len(of_job) for of_job in spans_J),
@@ -267,6 +267,13 @@ def collate(jobs: Sequence[JobRows], device: torch.device | str = "cpu") -> Toke
         references_Q2=_gathered(referring, [job.dataset.references for job in referring], device),
         reference_tails_Q2=_gathered(referring, [job.dataset.reference_tails for job in referring], device),
     )
+
+
+def _positions(lengths: Sequence[int], prefixes: Sequence[int], ends_N: Tensor) -> Tensor:
+    """Positions of all tokens, ``[T]`` int64: in every sequence one after the other from its prefix on."""
+    lengths_N = torch.tensor(lengths)
+    firsts_N = ends_N - lengths_N - torch.tensor(prefixes)
+    return torch.arange(sum(lengths)) - firsts_N.repeat_interleave(lengths_N)
 
 
 def dummy_batch(device: torch.device | str = "cpu") -> TokenBatch:

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 
 from alto.kernels.forward_table import upload
@@ -35,6 +34,7 @@ from alto.kernels.triton_kernels.backward_weight import da_kernel, db_kernel
 from alto.kernels.triton_kernels.expand import dx_kernel, expand_kernel
 from alto.kernels.triton_kernels.norms import square_sums_kernel, total_norms_kernel
 from alto.kernels.triton_kernels.shrink import ds_kernel, shrink_kernel
+from alto.kernels.triton_launch import ceil_div, launch
 
 __all__ = [
     "bank_adamw",
@@ -60,22 +60,17 @@ def grouped_shrink(x_TK: Tensor, operands: LoraOperands, schedule: TokenSchedule
     table, places_Z = schedule.table(x_TK.device), operands.table()
     config = shrink_config(operands.max_width, x_TK.dtype, bank.dtype)
     if table.num_blocks:
-        shrink_kernel[(table.num_blocks, triton.cdiv(operands.max_width, config.constants["TILE"]))](
-            x_TK,
-            bank,
-            s_TQ,
-            table.blocks_B6,
-            table.factors_Z2,
-            places_Z,
-            operands.number,
-            operands.in_features,
-            *x_TK.stride(),
-            bank.stride(0),
-            s_TQ.stride(0),
-            places_Z.stride(0),
+        launch(
+            shrink_kernel,
+            (table.num_blocks, ceil_div(operands.max_width, config.constants["TILE"]), 1),
+            (x_TK, bank, s_TQ, table.blocks_B6, table.factors_Z2, places_Z),
+            (
+                *(operands.number, operands.in_features, *x_TK.stride()),
+                *(bank.stride(0), s_TQ.stride(0), places_Z.stride(0)),
+            ),
+            config,
             DROPOUT=table.has_dropout,
             ALIGNMENT=operands.alignment,
-            **config.arguments,
         )
         _scale_members(s_TQ, operands, schedule)
     return s_TQ
@@ -90,21 +85,16 @@ def fused_expand_add(s_TQ: Tensor, operands: LoraOperands, ys: Sequence[Tensor],
     config = expand_config(ys[0].dtype, bank.dtype)
     if table.num_blocks:
         for part in _parts(ys, operands, schedule):
-            expand_kernel[(part.num_tiles(config.constants["BLOCK_W"]), table.num_blocks)](
-                s_TQ,
-                bank,
-                *part.tensors,
-                table.blocks_B6,
-                table.factors_Z2,
-                places_Z,
-                *part.widths,
-                s_TQ.stride(0),
-                bank.stride(0),
-                *part.strides,
-                places_Z.stride(0),
-                part.first_place,
+            launch(
+                expand_kernel,
+                (part.num_tiles(config.constants["BLOCK_W"]), table.num_blocks, 1),
+                (s_TQ, bank, *part.tensors, table.blocks_B6, table.factors_Z2, places_Z),
+                (
+                    *(*part.widths, s_TQ.stride(0), bank.stride(0), *part.strides),
+                    *(places_Z.stride(0), part.first_place),
+                ),
+                config,
                 ALIGNMENT=operands.alignment,
-                **config.arguments,
             )
 
 
@@ -145,21 +135,19 @@ def row_norms(grads_ZP: Tensor, slots: Sequence[int], sizes: Sequence[int]) -> T
     norms_U = grads_ZP.new_empty(len(slots), dtype=exact)
     if not slots:
         return norms_U
-    num_spans = triton.cdiv(max(sizes), NORM_SPAN)
+    num_spans = ceil_div(max(sizes), NORM_SPAN)
     sums_UC = grads_ZP.new_empty(len(slots), num_spans, dtype=exact)
     rows_U2 = upload(list(zip(slots, sizes, strict=True)), torch.int64, grads_ZP.device)
-    square_sums_kernel[(num_spans, len(slots))](
-        grads_ZP,
-        sums_UC,
-        rows_U2,
-        grads_ZP.stride(0),
-        num_spans,
+    launch(
+        square_sums_kernel,
+        (num_spans, len(slots), 1),
+        (grads_ZP, sums_UC, rows_U2),
+        (grads_ZP.stride(0), num_spans),
+        square_sums_config(grads_ZP.dtype),
         ALIGNMENT=math.gcd(VECTOR_SIZE, grads_ZP.stride(0)),
-        **square_sums_config(grads_ZP.dtype).arguments,
     )
-    total_norms_kernel[(len(slots),)](
-        sums_UC, norms_U, rows_U2, num_spans, **total_norms_config(grads_ZP.dtype).arguments
-    )
+    to_norms = total_norms_config(grads_ZP.dtype)
+    launch(total_norms_kernel, (len(slots), 1, 1), (sums_UC, norms_U, rows_U2), (num_spans,), to_norms)
     return norms_U
 
 
@@ -192,14 +180,14 @@ def bank_adamw(
     ]
     exact = torch.promote_types(params_ZP.dtype, torch.float32)
     longest = max(of_row.end for of_row in parts)
-    adamw_kernel[(triton.cdiv(longest, ADAMW_BLOCK), len(slots))](
-        *banks,
-        grad_scales.to(exact),
-        upload(rows, torch.int64, params_ZP.device),
-        upload(settings, exact, params_ZP.device),
-        params_ZP.stride(0),
+    rows_U5, settings_U10 = upload(rows, torch.int64, params_ZP.device), upload(settings, exact, params_ZP.device)
+    launch(
+        adamw_kernel,
+        (ceil_div(longest, ADAMW_BLOCK), len(slots), 1),
+        (*banks, grad_scales.to(exact), rows_U5, settings_U10),
+        (params_ZP.stride(0),),
+        adamw_config(params_ZP.dtype),
         ALIGNMENT=math.gcd(VECTOR_SIZE, params_ZP.stride(0)),
-        **adamw_config(params_ZP.dtype).arguments,
     )
 
 
@@ -223,7 +211,7 @@ class _Part:
 
     def num_tiles(self, block_w: int) -> int:
         """Tiles of ``block_w`` columns over all members."""
-        return sum(triton.cdiv(width, block_w) for width in self.widths[: self.num_members])
+        return sum(ceil_div(width, block_w) for width in self.widths[: self.num_members])
 
 
 def _parts(tensors: Sequence[Tensor], operands: LoraOperands, schedule: TokenSchedule) -> Iterator[_Part]:
@@ -245,7 +233,7 @@ def _parts(tensors: Sequence[Tensor], operands: LoraOperands, schedule: TokenSch
 
 def _narrow(operands: LoraOperands, schedule: TokenSchedule) -> Tensor:
     """An unwritten ``[T, Q]`` as wide as the widest slot, in the dtype of the bank."""
-    width = triton.cdiv(operands.max_width, _ROW_ALIGNMENT) * _ROW_ALIGNMENT
+    width = ceil_div(operands.max_width, _ROW_ALIGNMENT) * _ROW_ALIGNMENT
     return operands.params_ZP.new_empty(schedule.num_tokens, width)[:, : operands.max_width]
 
 
@@ -263,21 +251,17 @@ def _write_ds(dys: Sequence[Tensor], operands: LoraOperands, ds_TQ: Tensor, sche
     bank, table, places_Z = operands.params_ZP, schedule.table(ds_TQ.device), operands.table()
     config = shrink_config(operands.max_rank, dys[0].dtype, bank.dtype)
     for part in _parts(dys, operands, schedule):
-        tiles = triton.cdiv(operands.max_rank, config.constants["TILE"])
-        ds_kernel[(table.num_blocks, part.num_members, tiles)](
-            *part.tensors,
-            bank,
-            ds_TQ,
-            table.blocks_B6,
-            places_Z,
-            *part.widths,
-            *part.strides,
-            bank.stride(0),
-            ds_TQ.stride(0),
-            places_Z.stride(0),
-            part.first_place,
+        tiles = ceil_div(operands.max_rank, config.constants["TILE"])
+        launch(
+            ds_kernel,
+            (table.num_blocks, part.num_members, tiles),
+            (*part.tensors, bank, ds_TQ, table.blocks_B6, places_Z),
+            (
+                *(*part.widths, *part.strides, bank.stride(0), ds_TQ.stride(0)),
+                *(places_Z.stride(0), part.first_place),
+            ),
+            config,
             ALIGNMENT=operands.alignment,
-            **config.arguments,
         )
 
 
@@ -285,22 +269,17 @@ def _add_to_dx(ds_TQ: Tensor, operands: LoraOperands, dx_TK: Tensor, schedule: T
     assert dx_TK.shape == (schedule.num_tokens, operands.in_features)
     bank, table, places_Z = operands.params_ZP, schedule.table(dx_TK.device), operands.table()
     config = expand_config(dx_TK.dtype, bank.dtype)
-    dx_kernel[(triton.cdiv(operands.in_features, config.constants["BLOCK_W"]), table.num_blocks)](
-        ds_TQ,
-        bank,
-        dx_TK,
-        table.blocks_B6,
-        table.factors_Z2,
-        places_Z,
-        operands.number,
-        operands.in_features,
-        ds_TQ.stride(0),
-        bank.stride(0),
-        *dx_TK.stride(),
-        places_Z.stride(0),
+    launch(
+        dx_kernel,
+        (ceil_div(operands.in_features, config.constants["BLOCK_W"]), table.num_blocks, 1),
+        (ds_TQ, bank, dx_TK, table.blocks_B6, table.factors_Z2, places_Z),
+        (
+            *(operands.number, operands.in_features, ds_TQ.stride(0)),
+            *(bank.stride(0), *dx_TK.stride(), places_Z.stride(0)),
+        ),
+        config,
         DROPOUT=table.has_dropout,
         ALIGNMENT=operands.alignment,
-        **config.arguments,
     )
 
 
@@ -309,26 +288,21 @@ def _accumulate_da(x_TK: Tensor, ds_TQ: Tensor, operands: LoraOperands, schedule
     bank, table, places_Z = operands.grads_ZP, schedule.table(x_TK.device), operands.table()
     config = backward_weight_config(operands.max_width, x_TK.dtype, bank.dtype)
     grid = (
-        triton.cdiv(operands.in_features, config.constants["BLOCK_W"]),
+        ceil_div(operands.in_features, config.constants["BLOCK_W"]),
         table.num_segments,
-        triton.cdiv(operands.max_width, config.constants["TILE"]),
+        ceil_div(operands.max_width, config.constants["TILE"]),
     )
-    da_kernel[grid](
-        x_TK,
-        ds_TQ,
-        bank,
-        table.segments_S6,
-        table.factors_Z2,
-        places_Z,
-        operands.number,
-        operands.in_features,
-        *x_TK.stride(),
-        ds_TQ.stride(0),
-        bank.stride(0),
-        places_Z.stride(0),
+    launch(
+        da_kernel,
+        grid,
+        (x_TK, ds_TQ, bank, table.segments_S6, table.factors_Z2, places_Z),
+        (
+            *(operands.number, operands.in_features, *x_TK.stride()),
+            *(ds_TQ.stride(0), bank.stride(0), places_Z.stride(0)),
+        ),
+        config,
         DROPOUT=table.has_dropout,
         ALIGNMENT=operands.alignment,
-        **config.arguments,
     )
 
 
@@ -336,20 +310,15 @@ def _accumulate_db(s_TQ: Tensor, dys: Sequence[Tensor], operands: LoraOperands, 
     bank, table, places_Z = operands.grads_ZP, schedule.table(s_TQ.device), operands.table()
     config = backward_weight_config(operands.max_rank, dys[0].dtype, bank.dtype)
     for part in _parts(dys, operands, schedule):
-        tiles = triton.cdiv(operands.max_rank, config.constants["TILE"])
-        db_kernel[(part.num_tiles(config.constants["BLOCK_W"]), table.num_segments, tiles)](
-            *part.tensors,
-            s_TQ,
-            bank,
-            table.segments_S6,
-            table.factors_Z2,
-            places_Z,
-            *part.widths,
-            *part.strides,
-            s_TQ.stride(0),
-            bank.stride(0),
-            places_Z.stride(0),
-            part.first_place,
+        tiles = ceil_div(operands.max_rank, config.constants["TILE"])
+        launch(
+            db_kernel,
+            (part.num_tiles(config.constants["BLOCK_W"]), table.num_segments, tiles),
+            (*part.tensors, s_TQ, bank, table.segments_S6, table.factors_Z2, places_Z),
+            (
+                *(*part.widths, *part.strides, s_TQ.stride(0)),
+                *(bank.stride(0), places_Z.stride(0), part.first_place),
+            ),
+            config,
             ALIGNMENT=operands.alignment,
-            **config.arguments,
         )

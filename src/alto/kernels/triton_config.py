@@ -12,6 +12,7 @@ gives to a program.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ NORM_SPAN = _NORM_BLOCK * _NORM_TURNS
 """Columns whose squares one program sums."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KernelConfig:
     """The specialisation of a kernel.
 
@@ -68,6 +69,7 @@ class KernelConfig:
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
 
 
+@cache
 def shrink_config(num_narrow: int, wide: torch.dtype, bank: torch.dtype) -> KernelConfig:
     """Configuration of ``shrink_kernel`` and ``ds_kernel``, for tokens of dtype ``wide`` and adapters of dtype
     ``bank``.
@@ -84,6 +86,7 @@ def shrink_config(num_narrow: int, wide: torch.dtype, bank: torch.dtype) -> Kern
     return _product(tile, BLOCK_TOKENS, block_w, wide, bank, num_warps=num_warps, num_stages=num_stages)
 
 
+@cache
 def expand_config(wide: torch.dtype, bank: torch.dtype) -> KernelConfig:
     """Configuration of ``expand_kernel`` and ``dx_kernel``. Up to its tile the loop has one turn; there is little to
     pipeline."""
@@ -91,6 +94,7 @@ def expand_config(wide: torch.dtype, bank: torch.dtype) -> KernelConfig:
     return _product(tile, BLOCK_TOKENS, 64, wide, bank, num_warps=8, num_stages=2)
 
 
+@cache
 def backward_weight_config(num_narrow: int, wide: torch.dtype, bank: torch.dtype) -> KernelConfig:
     """Configuration of ``da_kernel`` and ``db_kernel``. Narrow tiles, so that a few slots alone keep all of a GPU
     busy.
@@ -106,17 +110,20 @@ def backward_weight_config(num_narrow: int, wide: torch.dtype, bank: torch.dtype
     return _product(tile, block_t, 64, wide, bank, num_warps=num_warps, num_stages=2)
 
 
+@cache
 def adamw_config(bank: torch.dtype) -> KernelConfig:
     """Configuration of ``adamw_kernel``."""
     return KernelConfig(constants={"BLOCK": ADAMW_BLOCK, "ACCUMULATOR": _exact(bank)}, num_warps=4, num_stages=1)
 
 
+@cache
 def square_sums_config(bank: torch.dtype) -> KernelConfig:
     """Configuration of ``square_sums_kernel``."""
     constants = {"BLOCK": _NORM_BLOCK, "TURNS": _NORM_TURNS, "ACCUMULATOR": _exact(bank)}
     return KernelConfig(constants=constants, num_warps=4, num_stages=1)
 
 
+@cache
 def total_norms_config(bank: torch.dtype) -> KernelConfig:
     """Configuration of ``total_norms_kernel``."""
     constants = {"BLOCK": _NORM_BLOCK, "SPAN": NORM_SPAN, "ACCUMULATOR": _exact(bank)}

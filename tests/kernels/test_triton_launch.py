@@ -1,0 +1,116 @@
+"""Launches that remember what Triton has compiled: asked again for whatever changes a binary, and for nothing else."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from alto.kernels import triton_launch
+from alto.kernels.triton_config import KernelConfig
+from alto.kernels.triton_launch import ceil_div, launch
+
+CONFIG = KernelConfig(constants={"BLOCK": 64}, num_warps=4, num_stages=2)
+
+
+class Kernel:
+    """A kernel of Triton that keeps what it is launched with, by itself and as a compiled one."""
+
+    arg_names = ("x_T", "y_T", "size", "FLAG", "BLOCK")
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Any, ...]] = []
+        self.launched: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def run(*arguments: Any, **options: Any) -> dict[tuple[int, ...], Any]:
+            self.asked.append((grid, arguments, options))
+            return Compiled(self.launched)
+
+        return run
+
+
+class Compiled(dict):  # type: ignore[type-arg]
+    def __init__(self, launched: list[tuple[Any, ...]]) -> None:
+        super().__init__()
+        self.launched = launched
+
+    def __missing__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *arguments: self.launched.append((grid, arguments))
+
+
+@pytest.fixture(autouse=True)
+def compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """No interpreter, no launches of other tests, and a device that may be changed."""
+    device = SimpleNamespace(index=0)
+    driver = SimpleNamespace(active=SimpleNamespace(get_current_device=lambda: device.index))
+    knobs = SimpleNamespace(runtime=SimpleNamespace(interpret=False))
+    monkeypatch.setattr(triton_launch, "triton", SimpleNamespace(knobs=knobs, runtime=SimpleNamespace(driver=driver)))
+    monkeypatch.setattr(triton_launch, "_compiled", {})
+    device.knobs = knobs
+    return device
+
+
+def tensors(dtype: torch.dtype = torch.float32, *, first: int = 0) -> tuple[Tensor, Tensor]:
+    return torch.zeros(64), torch.zeros(64, dtype=dtype)[first:]
+
+
+def test_triton_is_asked_once_and_the_compiled_kernel_has_the_same_arguments() -> None:
+    kernel, (x_T, y_T), (others_T, again_T) = Kernel(), tensors(), tensors()
+    launch(kernel, (7, 2, 1), (x_T, y_T), (5,), CONFIG, FLAG=True)
+    assert kernel.asked == [((7, 2, 1), (x_T, y_T, 5), {"FLAG": True, **CONFIG.arguments})]
+    assert kernel.launched == []
+    launch(kernel, (3, 1, 1), (others_T, again_T), (5,), CONFIG, FLAG=True)
+    assert len(kernel.asked) == 1
+    [(grid, arguments)] = kernel.launched
+    assert grid == (3, 1, 1)
+    assert arguments[0] is others_T
+    assert arguments[1] is again_T
+    assert arguments[2:] == (5, True, 64)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tensors": tensors(torch.bfloat16)},
+        {"tensors": tensors(first=1)},
+        {"sizes": (16,)},
+        {"FLAG": False},
+        {"config": KernelConfig(constants={"BLOCK": 128}, num_warps=4, num_stages=2)},
+        {"device": 1},
+    ],
+    ids=["dtype", "alignment", "number", "constant", "config", "device"],
+)
+def test_what_changes_a_binary_is_asked_for(changes: dict[str, Any], compiled_kernels: SimpleNamespace) -> None:
+    kernel = Kernel()
+    launch(kernel, (1, 1, 1), tensors(), (5,), CONFIG, FLAG=True)
+    compiled_kernels.index = changes.pop("device", 0)
+    given: dict[str, Any] = {"tensors": tensors(), "sizes": (5,), "config": CONFIG, "FLAG": True} | changes
+    flag, config = given.pop("FLAG"), given["config"]
+    for _ in range(2):
+        launch(kernel, (1, 1, 1), **given, FLAG=flag)
+    assert len(kernel.asked) == 2
+    assert kernel.launched[0][1][2:] == (*given["sizes"], flag, config.constants["BLOCK"])
+
+
+def test_another_kernel_has_a_binary_of_its_own() -> None:
+    one, other = Kernel(), Kernel()
+    for kernel in (one, other, one, other):
+        launch(kernel, (1, 1, 1), tensors(), (5,), CONFIG, FLAG=True)
+    assert [len(kernel.asked) for kernel in (one, other)] == [1, 1]
+
+
+def test_the_interpreter_is_always_asked(compiled_kernels: SimpleNamespace) -> None:
+    compiled_kernels.knobs.runtime.interpret = True
+    kernel = Kernel()
+    for _ in range(2):
+        launch(kernel, (1, 1, 1), tensors(), (5,), CONFIG, FLAG=True)
+    assert len(kernel.asked) == 2
+
+
+@pytest.mark.parametrize(("dividend", "quotient"), [(0, 0), (1, 1), (63, 1), (64, 1), (65, 2)])
+def test_quotients_are_rounded_up(dividend: int, quotient: int) -> None:
+    assert ceil_div(dividend, 64) == quotient
