@@ -337,3 +337,13 @@ def test_unknown_keys_of_dataset_info(entry: dict[str, Any], key: str, folder: P
     (note,) = [note for note in import_file(Path("config.yaml")).notes if note.kind == "unknown"]
     assert note.key.startswith("dataset_info.json[mine].")
     assert note.key.endswith(key)
+
+
+@pytest.mark.parametrize("split", ["train", "train[:10%]"])
+def test_a_part_of_a_file_of_dataset_info_is_reported(split: str, folder: Path) -> None:
+    entry = {"file_name": "rows.json", "split": split}
+    (folder / "data" / "dataset_info.json").write_text(json.dumps({"mine": entry}), encoding="utf-8")
+    (folder / "config.yaml").write_text("model_name_or_path: m\nstage: sft\ndataset: mine\n", encoding="utf-8")
+    notes = [str(note) for note in import_file(Path("config.yaml")).notes if note.key.endswith("split")]
+    answer = "not supported: a file has no splits: all of its rows are used; write max_samples for a part of them"
+    assert notes == ([] if split == "train" else [f"dataset_info.json[mine].split: {answer}"])

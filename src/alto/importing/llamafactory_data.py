@@ -9,7 +9,7 @@ from typing import Any
 
 from alto.errors import SpecError, UnsupportedError
 from alto.importing.draft import Draft, checked
-from alto.importing.sources import Source, message_form, put_sources, readable_path
+from alto.importing.sources import Source, message_form, put_sources, readable_path, report_split
 from alto.spec.method import Method
 from alto.spec.outside import read_json
 from alto.spec.quoting import quoted
@@ -149,13 +149,15 @@ def _source(draft: Draft, info: Mapping[str, Any] | None, at: Path, name: str, m
     form, roles = _form(entry, columns, where, method)
     for part, known in ((entry, _KEYS), (columns or {}, _COLUMNS), (entry.get("tags") or {}, _TAGS)):
         draft.report_unread(part, known, f"{_INFO}[{name}]")
-    return Source(
+    source = Source(
         path=_path(draft, entry, at, where),
         form=form,
         columns=roles,
         config=entry.get("subset"),
         split=entry.get("split"),
     )
+    report_split(draft, source, f"{_INFO}[{name}].split")
+    return source
 
 
 def _path(draft: Draft, entry: Mapping[str, Any], at: Path, where: str) -> str:

@@ -13,7 +13,7 @@ from alto.importing.draft import Draft, checked
 from alto.spec.data_keys import default_name
 from alto.spec.quoting import quoted
 
-__all__ = ["Source", "message_form", "put_sources", "readable_path"]
+__all__ = ["Source", "message_form", "put_sources", "readable_path", "report_split"]
 
 _MAX_NAME_CHARS = 40
 
@@ -67,6 +67,18 @@ class Source:
         given = {"dataset_config": config, "dataset_train_split": split, "columns": dict(self.columns) or None}
         form = {} if self.form == "auto" else {"dataset_format": self.form}
         return {**form, **{key: value for key, value in given.items() if value is not None}}
+
+
+def report_split(draft: Draft, source: Source, key: str) -> None:
+    """Say of the split of a file, which is left out, that all rows are used.
+
+    Args:
+        draft: The task.
+        source: What is read.
+        key: The key that names the split.
+    """
+    if source.is_file and not source.has_usual_split:
+        draft.not_supported(key, "a file has no splits: all of its rows are used; write max_samples for a part of them")
 
 
 def put_sources(draft: Draft, sources: Sequence[Source], key: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from alto.errors import SpecError, UnsupportedError
 from alto.importing.draft import Answers, Draft, checked
-from alto.importing.sources import Source, put_sources, readable_path
+from alto.importing.sources import Source, put_sources, readable_path, report_split
 from alto.importing.trainer import (
     compares_replies_as_tool,
     local_model,
@@ -168,7 +168,7 @@ def _read_dataset(draft: Draft) -> None:
     if name is None:
         return
     source = Source(path=readable_path(draft, name, "dataset_name"), config=config, split=train)
-    _report_split(draft, source, "dataset_train_split")
+    report_split(draft, source, "dataset_train_split")
     put_sources(draft, [source], "dataset_name")
     if test not in (None, "test"):
         if source.is_file:
@@ -197,13 +197,8 @@ def _entry(draft: Draft, item: Any, index: int) -> Source:
         split=item.get("split"),
         weight=item.get("fraction"),
     )
-    _report_split(draft, source, f"{where}.split")
+    report_split(draft, source, f"{where}.split")
     return source
-
-
-def _report_split(draft: Draft, source: Source, key: str) -> None:
-    if source.is_file and not source.has_usual_split:
-        draft.not_supported(key, "a file has no splits: all of its rows are used; write max_samples for a part of them")
 
 
 def _read_length(draft: Draft) -> None:
