@@ -39,7 +39,7 @@ def test_facts_and_settings_that_differ_are_shown(runs: tuple[Path, Path]) -> No
     shown = invoke("compare", *runs)
     assert shown.exit_code == 0, shown.output
     assert "validation loss" in shown.stdout
-    assert "A journal does not record its rows" in " ".join(shown.stdout.split())
+    assert "A journal does not record its validation rows" in " ".join(shown.stdout.split())
 
 
 def test_the_json_has_both_values_of_every_fact(runs: tuple[Path, Path]) -> None:
@@ -58,3 +58,73 @@ def test_what_is_no_finished_run_is_refused(runs: tuple[Path, Path], tmp_path: P
     assert isinstance(invoke("compare", runs[0], unfinished).exception, NoResultError)
     assert isinstance(invoke("compare", unfinished, runs[0]).exception, NoResultError)
     assert isinstance(invoke("compare", runs[0], tmp_path / "none").exception, RunNotFoundError)
+
+
+OF_BOTH = {"train_validation_fingerprint": "t", "validation_fingerprint": "v"}
+
+
+@pytest.mark.parametrize(
+    ("data", "other_data", "same", "said"),
+    [
+        pytest.param(
+            {"fingerprint": "x", **OF_BOTH}, {"fingerprint": "y", **OF_BOTH}, (True, True), "", id="test rows"
+        ),
+        pytest.param(
+            OF_BOTH,
+            {**OF_BOTH, "train_validation_fingerprint": "u"},
+            (False, True),
+            "trained on different rows. They were validated on the same ones.",
+            id="training rows",
+        ),
+        pytest.param(
+            OF_BOTH,
+            {"train_validation_fingerprint": "u", "validation_fingerprint": "w"},
+            (False, False),
+            "their losses cannot be compared",
+            id="validation rows",
+        ),
+        pytest.param({"fingerprint": "x"}, {"fingerprint": "x"}, (True, True), "", id="an earlier version"),
+        pytest.param(
+            {"fingerprint": "x"},
+            {"fingerprint": "y"},
+            (False, None),
+            "whether the losses can be compared is not known",
+            id="an earlier version, some rows",
+        ),
+        pytest.param(
+            {"fingerprint": "x"},
+            {"fingerprint": "y", "test_rows": 3},
+            (None, None),
+            "whether the losses can be compared is not known",
+            id="an earlier version, test rows of one",
+        ),
+    ],
+)
+def test_losses_are_compared_where_validation_rows_are_the_same(
+    tmp_path: Path,
+    small_run: Events,
+    data: dict[str, Any],
+    other_data: dict[str, Any],
+    same: tuple[Any, Any],
+    said: str,
+) -> None:
+    runs = []
+    for name, found in (("one", data), ("other", other_data)):
+        small_run[0]["data"] = found
+        runs.append(write_run(tmp_path, name, small_run, start=START))
+        (runs[-1] / "best").mkdir(exist_ok=True)
+    facts = json.loads(invoke("compare", *runs, "--json").stdout)
+    assert (facts["same_data"], facts["same_validation"]) == same
+    shown = " ".join(invoke("compare", *runs).stdout.split())
+    assert said in shown
+    assert ("compared" in shown or "different rows" in shown) == bool(said)
+
+
+def test_names_of_runs_are_whole_in_80_columns(tmp_path: Path, small_run: Events) -> None:
+    names = ("wordproblems-20261123-233035", "smallbatch-20261123-233132")
+    runs = [write_run(tmp_path, name, small_run, start=START) for name in names]
+    for run in runs:
+        (run / "best").mkdir(exist_ok=True)
+    shown = CliRunner(env={"COLUMNS": "80"}).invoke(app, ["compare", *map(str, runs)])
+    assert all(name in shown.stdout for name in names)
+    assert "duration" in shown.stdout

@@ -90,5 +90,5 @@ def test_what_results_hold_beside_it_is_named_too() -> None:
     text = PAGE.read_text(encoding="utf-8")
     for name in ("lora", "training", "not_carried", "runner_up", "difference", "interval", "is_within_noise"):
         assert f"`{name}`" in text, name
-    for name in ("facts", "settings", "same_data"):
+    for name in ("facts", "settings", "same_data", "same_validation"):
         assert f"`{name}`" in text, name

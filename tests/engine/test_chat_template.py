@@ -11,7 +11,7 @@ from tiny import load_tokenizer, make_task
 from alto.data import read_task_rows
 from alto.engine import Engine
 from alto.errors import RunChangedError
-from alto.executor.recovery import check_data, data_fingerprint
+from alto.executor.recovery import check_data, data_fingerprint, data_fingerprints
 from alto.runs.events import TaskStarted, decode
 
 TEMPLATE = (
@@ -46,3 +46,20 @@ def test_the_template_is_kept_with_the_adapter_and_in_the_run(tmp_path: Path) ->
 def test_the_template_is_part_of_the_fingerprint(tmp_path: Path) -> None:
     data = read_task_rows(make_task(tmp_path)).encode(load_tokenizer())
     assert len({data_fingerprint(data), data_fingerprint(data, TEMPLATE), data_fingerprint(data, TEMPLATE + " ")}) == 3
+
+
+def test_runs_are_compared_by_their_training_and_validation_rows(tmp_path: Path) -> None:
+    task = make_task(tmp_path)
+    with_test = task.replace(test_dataset=task.validation_dataset)
+    other_rows = task.replace(dataset=task.validation_dataset)
+    found, tested, templated, other = (
+        data_fingerprints(read_task_rows(each).encode(load_tokenizer()), template)
+        for each, template in ((task, None), (with_test, None), (task, TEMPLATE), (other_rows, None))
+    )
+    assert found["fingerprint"] == found["train_validation_fingerprint"]
+    for each in (tested, templated):
+        assert each["fingerprint"] != found["fingerprint"]
+        assert each["train_validation_fingerprint"] == found["train_validation_fingerprint"]
+        assert each["validation_fingerprint"] == found["validation_fingerprint"]
+    assert other["train_validation_fingerprint"] != found["train_validation_fingerprint"]
+    assert other["validation_fingerprint"] == found["validation_fingerprint"]

@@ -37,3 +37,9 @@ def test_tasks_that_share_a_gpu_have_lanes_of_it() -> None:
 def test_where_a_lane_is_a_node_all_are_in_it() -> None:
     many = (Node(name="n", gpus=tuple(range(100))),)
     assert gantt_figure([], [placed("a", 0, 5, 0), placed("b", 1, 9, 0)], many)["lanes"] == ["n"]
+
+
+def test_why_a_gpu_has_several_lanes_is_said_where_it_has() -> None:
+    shared = gantt_figure([], [placed("a", 0, 5, 0), placed("b", 1, 9, 0)], NODES)
+    assert shared["note"] == "Tasks in one place at the same time have rows below each other: n:0, n:0 (2)."
+    assert gantt_figure([], [placed("a", 0, 5, 0), placed("b", 5, 9, 0)], NODES)["note"] == ""

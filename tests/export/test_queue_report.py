@@ -149,7 +149,7 @@ def test_how_to_continue_is_said_of_tasks_that_are_not_finished_alone(interrupte
 
 def test_thin_bars_are_called_the_first_plan_of_each_task(interrupted_queue, page_of):
     page = page_of(interrupted_queue)
-    assert "thin bars are where the first plan that holds a task has placed it" in page
+    assert "A thin bar shows a task in the first plan that includes it" in page
 
 
 def test_each_task_has_its_winner_and_what_it_saved(interrupted_queue, page_of, small_run, tmp_path):
@@ -183,3 +183,15 @@ def test_savings_of_all_tasks_are_added(interrupted_queue, small_run, tmp_path, 
 def test_a_queue_whose_tasks_have_not_begun_has_saved_nothing(interrupted_queue, page_of, tmp_path):
     assert _context(QueueHistory.of(entries(interrupted_queue)), tmp_path)["savings"] is None
     assert "nothing was trained yet" in page_of(interrupted_queue)
+
+
+def test_numbers_and_their_words_agree(interrupted_queue, page_of):
+    page = page_of(interrupted_queue)
+    assert "3 tasks on 2 CPU slots" in page
+    assert "3 plans, 5 executor starts." in page
+    one = {**interrupted_queue[0], "nodes": [{"name": "local", "gpus": [0]}]}
+    one["tasks"] = one["tasks"][:1]
+    page = page_of([one, {**interrupted_queue[1], "placements": []}])
+    assert "1 task on 1 CPU slot " in page
+    assert "of 1 CPU slot, from" in page
+    assert "1 plan, 0 executor starts." in page

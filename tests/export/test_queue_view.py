@@ -5,10 +5,11 @@ from __future__ import annotations
 import io
 from typing import Any
 
-from journals import entries
+from journals import entries, entry
 from rich.console import Console
 
-from alto.export.queue_view import LiveQueueView, PlainQueueView
+from alto.export.queue_view import LiveQueueView, PlainQueueView, queue_summary
+from alto.runs import QueueProgress
 
 TASKS = [{"task": "a", "num_gpus": 1, "duration_s": 20.0}]
 NODES = [{"name": "local", "gpus": [0]}]
@@ -29,8 +30,8 @@ RESUMED = [
 def test_time_so_far_is_without_interruptions():
     console = Console(width=120)
     view = LiveQueueView(console, clock=lambda: 315.0)
-    for entry in entries(RESUMED):
-        view.observe(entry)
+    for each in entries(RESUMED):
+        view.observe(each)
     with console.capture() as screen:
         console.print(view._render())
     assert "\n15 s so far" in screen.get()
@@ -38,8 +39,8 @@ def test_time_so_far_is_without_interruptions():
 
 def test_attempts_are_numbered_by_order_though_the_journal_counts_anew():
     view = PlainQueueView(io.StringIO())
-    for entry in entries([*RESUMED, started(311.0)]):
-        view.observe(entry)
+    for each in entries([*RESUMED, started(311.0)]):
+        view.observe(each)
     lines = [line.split("  ")[-1] for line in view._stream.getvalue().splitlines()]
     assert [line for line in lines if line.startswith("a started")] == [
         "a started on local:0",
@@ -56,8 +57,8 @@ def screen_of(view: LiveQueueView, *, width: int, height: int = 30) -> list[str]
 
 def test_what_a_task_takes_is_beside_what_was_planned():
     view = LiveQueueView(Console(width=120), clock=lambda: 48.0)
-    for entry in entries(RESUMED[:2]):
-        view.observe(entry)
+    for each in entries(RESUMED[:2]):
+        view.observe(each)
     assert "48 s (planned 20 s)" in "\n".join(screen_of(view, width=120))
     assert "48 s" in "\n".join(screen_of(view, width=80))
 
@@ -67,9 +68,20 @@ def test_an_announcement_is_on_top_of_a_table_that_still_fits():
     view = LiveQueueView(Console(width=60, height=20, file=io.StringIO()), clock=lambda: 5.0)
     text = "Stopping after this step; the queue can be resumed. Press Ctrl-C again to stop at once."
     view.announce(text)
-    for entry in entries([{**RESUMED[0], "tasks": tasks}]):
-        view.observe(entry)
+    for each in entries([{**RESUMED[0], "tasks": tasks}]):
+        view.observe(each)
     lines = screen_of(view, width=60, height=20)
     assert " ".join(line.strip() for line in lines[:2]) == text
     assert len(lines) < 20
     assert any(line.strip().startswith("t0 ") for line in lines)
+
+
+def test_one_slot_and_one_task_are_singular():
+    progress = QueueProgress()
+    nodes = [{"name": "local", "gpus": [0]}]
+    tasks = [{"task": "a", "num_gpus": 1, "duration_s": 5.0}]
+    begun = {"event": "queue_started", "time": 0.0, "devices": "cpu slots", "nodes": nodes, "tasks": tasks}
+    progress.apply(entry(begun))
+    console = Console(file=io.StringIO(), width=80)
+    console.print(queue_summary(progress))
+    assert console.file.getvalue().startswith("0 of 1 task done on 1 CPU slot: ")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import pytest
 
+from alto.export import write_comparison, write_queue_report
 from alto.export.report import write_report
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -142,3 +144,120 @@ def test_a_button_copies_the_configuration(small_run, open_report):
     assert button.inner_text() == "Copied"
     selected = page.evaluate("getSelection().toString()")
     assert selected.startswith("model: alto-tiny\nmethod: sft\nlearning_rate: 0.0002\n")
+
+
+def test_a_copy_button_covers_no_text(small_run, open_report):
+    for width in (1400, 420):
+        page = open_report(small_run, width=width)
+        for block in page.locator(".copyable").all():
+            button, text = block.locator("button").bounding_box(), block.locator("pre").bounding_box()
+            assert text["x"] + text["width"] <= button["x"]
+            inner = block.locator("pre").evaluate("pre => [pre.scrollWidth, pre.clientWidth]")
+            assert inner[0] <= inner[1], "a command that is cut off cannot be read"
+
+
+def contrast(page, foreground: str, background: str) -> float:
+    """Of two colours of the page, as WCAG defines it."""
+    script = """names => names.map(name => {
+        const paint = document.createElement('canvas').getContext('2d');
+        paint.fillStyle = getComputedStyle(document.documentElement).getPropertyValue('--' + name).trim();
+        paint.fillRect(0, 0, 1, 1);
+        const parts = [...paint.getImageData(0, 0, 1, 1).data].slice(0, 3).map(part => part / 255)
+            .map(part => part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4);
+        return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2];
+    })"""
+    low, high = sorted(page.evaluate(script, [foreground, background]))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_quiet_curves_and_names_on_them_can_be_seen_in_the_dark(small_run, open_report):
+    page = open_report(small_run, scheme="dark")
+    assert contrast(page, "underperforming", "paper") >= 4.5, "lines of one pixel"
+    assert contrast(page, "fifth-2", "paper") >= 4.5
+    assert contrast(page, "pending", "paper") >= 3
+    for scheme in ("light", "dark"):
+        page = open_report(small_run, scheme=scheme)
+        for role in ("underperforming", "pending"):
+            assert contrast(page, "on-quiet", role) >= 3.9
+
+
+@pytest.fixture
+def opened(browser):
+    def open_page(path, *, width, scheme="light"):
+        page = browser.new_page(color_scheme=scheme, viewport={"width": width, "height": 900})
+        page.goto(path.as_uri())
+        return page
+
+    return open_page
+
+
+def test_both_columns_of_a_comparison_are_in_a_narrow_window(small_run, judged_run, opened, tmp_path):
+    names = ("wordproblems-20261123-233035", "smallbatch-20261123-233132")
+    for name, events in zip(names, (small_run, judged_run), strict=True):
+        (tmp_path / name).mkdir()
+        lines = (json.dumps({"seq": seq, **event}) + "\n" for seq, event in enumerate(events))
+        (tmp_path / name / "journal.jsonl").write_text("".join(lines))
+    facts = {"dataset": ("/data/word_problems/train.jsonl",) * 2, "validation loss": (1.9, 2.2)}
+    path = write_comparison(
+        tmp_path / "page.html",
+        tuple(str(tmp_path / name) for name in names),
+        facts,
+        {"per_device_train_batch_size": (8, 2)},
+        same_data=True,
+        same_validation=True,
+        same_loss=True,
+    )
+    page = opened(path, width=420)
+    assert page.locator(".hint:visible").count() == 0
+    last = page.locator("#facts tbody tr:last-child td:last-child")
+    assert last.inner_text() == "2.2000"
+    assert last.bounding_box()["x"] + last.bounding_box()["width"] <= 420
+
+
+def queue_page(folder, name):
+    """The page of a queue of two tasks, the first called ``name``, that ran one after the other on one slot."""
+    tasks = (name, "b")
+    lines = [
+        {
+            "event": "queue_started", "time": 0.0, "method": "cp-sat", "devices": "cpu slots",
+            "nodes": [{"name": "local", "gpus": [0]}],
+            "tasks": [{"task": task, "num_gpus": 1, "duration_s": 20.0} for task in tasks],
+        },
+        {
+            "event": "planned", "time": 0.0, "reason": f"{name} submitted; b submitted", "method": "lpt",
+            "status": "optimal", "makespan_s": 40.0, "bound_s": 40.0, "notice": "",
+            "placements": [
+                {"task": task, "gpus": [["local", 0]], "start_s": 20.0 * index, "duration_s": 20.0}
+                for index, task in enumerate(tasks)
+            ],
+        },
+    ]  # fmt: skip
+    for index, task in enumerate(tasks):
+        begun = {"event": "executor_started", "task": task, "attempt": 1, "gpus": [["local", 0]]}
+        lines += [
+            {**begun, "time": 20.0 * index},
+            {
+                "event": "executor_ended", "time": 20.0 * (index + 1), "task": task, "attempt": 1,
+                "outcome": "finished", "reason": "",
+            },
+        ]  # fmt: skip
+    lines.append({"event": "queue_completed", "time": 40.0})
+    journal = "".join(json.dumps({"seq": seq, **line}) + "\n" for seq, line in enumerate(lines))
+    (folder / "journal.jsonl").write_text(journal)
+    (folder / "queue.yaml").write_text("tasks: []\n")
+    return write_queue_report(folder)
+
+
+def test_a_long_name_of_a_task_hides_no_column_and_is_cut_to_its_bar(opened, tmp_path):
+    name = "a-task-with-a-rather-long-name-for-its-column"
+    path = queue_page(tmp_path, name)
+    wide = opened(path, width=1400)
+    assert wide.locator(".hint:visible").count() == 0
+    assert wide.locator("#gantt .barlayer text").all_text_contents() == [name, "b"]
+    narrow = opened(path, width=420)
+    assert narrow.locator("table.tasks tbody th").first.bounding_box()["width"] < 200
+    assert narrow.evaluate("document.documentElement.scrollWidth") <= 420
+    shown = narrow.locator("#gantt .barlayer text").first.text_content()
+    assert shown.endswith("…")
+    assert name.startswith(shown[:-1])
+    assert len(shown) > 8

@@ -5,18 +5,20 @@ from __future__ import annotations
 import html
 import json
 import shutil
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 from html_pages import HOSTILE, Page
 from journals import config, entries
+from rich.console import Console
 from typer.testing import CliRunner
 
 import alto
 from alto.cli import app
 from alto.errors import RunWriteError, SpecError
-from alto.export import write_comparison
+from alto.export import final_summary, write_comparison
 from alto.export.rates import rate_figure
 from alto.export.report import write_report
 from alto.export.tables import job_table
@@ -247,10 +249,17 @@ def two_runs(small_run, judged_run, write_run, tmp_path) -> tuple[str, str]:
 
 def test_two_runs_are_one_page(two_runs, tmp_path):
     path = write_comparison(
-        tmp_path / "page.html", two_runs, FACTS, {"learning_rate": (1e-4, 2e-4)}, same_data=False, same_loss=True
+        tmp_path / "page.html",
+        two_runs,
+        FACTS,
+        {"learning_rate": (1e-4, 2e-4)},
+        same_data=False,
+        same_validation=False,
+        same_loss=True,
     )
     page = Page(path.read_text(encoding="utf-8"))
-    for expected in ("first and second", "1.9000", "50 %", "1 h 01 min", "lr", "2e-4", "cannot be compared", HOSTILE):
+    facts = ("1.9000", "50 %", "duration", "1 h 01 min", "learning_rate", "2e-4")
+    for expected in ("first and second", *facts, "cannot be compared", HOSTILE):
         assert expected in page.text
     assert "img" not in page.tags
     assert page.fetched == []
@@ -262,7 +271,9 @@ def test_two_runs_are_one_page(two_runs, tmp_path):
 def test_samples_of_other_prompts_are_not_compared(two_runs, small_run, tmp_path):
     other = with_samples(small_run, {**SAMPLE, "prompt": "another"})
     Path(two_runs[0], "journal.jsonl").write_text("".join(json.dumps(event) + "\n" for event in other))
-    path = write_comparison(tmp_path / "page.html", two_runs, FACTS, {}, same_data=None, same_loss=True)
+    path = write_comparison(
+        tmp_path / "page.html", two_runs, FACTS, {}, same_data=None, same_validation=None, same_loss=True
+    )
     page = Page(path.read_text(encoding="utf-8"))
     assert page.tags.count("article") == 0
     assert "The best jobs have the same configuration." in page.text
@@ -270,4 +281,39 @@ def test_samples_of_other_prompts_are_not_compared(two_runs, small_run, tmp_path
 
 def test_a_page_that_cannot_be_written_is_a_named_error(two_runs, tmp_path):
     with pytest.raises(RunWriteError, match=r"html: expected a file that can be written"):
-        write_comparison(tmp_path / "absent" / "page.html", two_runs, FACTS, {}, same_data=True, same_loss=True)
+        write_comparison(
+            tmp_path / "absent" / "page.html",
+            two_runs,
+            FACTS,
+            {},
+            same_data=True,
+            same_validation=True,
+            same_loss=True,
+        )
+
+
+def test_no_run_is_drawn_as_the_better_one(two_runs, tmp_path):
+    path = write_comparison(
+        tmp_path / "page.html", two_runs, FACTS, RATES, same_data=True, same_validation=True, same_loss=True
+    )
+    roles = [curve["meta"]["role"] for curve in Page(path.read_text(encoding="utf-8")).figures["validation"]["traces"]]
+    assert roles == ["first", "second"]
+
+
+# -- settings --------------------------------------------------------------------------------------------------------
+
+
+def test_lists_that_grow_with_the_rows_are_no_settings(small_run, write_run):
+    data = {"train_rows": 500, "fingerprint": "f00d", "validation_fingerprint": "beef"}
+    small_run[0] |= {"validation_weights": [31.0] * 500, "data": data}
+    text = page_of(write_run(small_run)).text
+    assert "data.fingerprint" in text
+    assert "31, 31" not in text
+    assert "validation_" not in text.partition("Settings and versions")[2]
+
+
+def test_samples_in_the_terminal_show_where_their_lines_end(small_run):
+    sample = {**SAMPLE, "base": "29 * 6 = 174\n\n174 + 30 = 204\n"}
+    console = Console(file=StringIO(), width=100)
+    console.print(final_summary(RunHistory.of(entries(with_samples(small_run, sample)))))
+    assert "29 * 6 = 174 ⏎ 174 + 30 = 204" in console.file.getvalue()

@@ -121,3 +121,16 @@ def test_a_rank_without_its_rung_is_told_at_the_job_s_own_progress():
     assert explain_exit(exited("underperforming", evidence, step=5, total_steps=100)) == "rank 2 of 4 at 5 %: 1 kept"
     late = {**evidence, "progress": 0.025}
     assert explain_exit(exited("underperforming", late, step=5, total_steps=100)) == "rank 2 of 4 at 2.5 %: 1 kept"
+
+
+def test_where_seeds_are_repeated_ranks_are_those_of_configurations():
+    evidence = {"rank": 2.0, "num_competing": 4.0, "num_kept": 1.0}
+    job = exited("underperforming", evidence, step=5, total_steps=100)
+    assert explain_exit(job, has_repetitions=True) == "rank 2 of 4 configurations at 5 %: 1 kept"
+
+
+def test_the_table_of_a_run_that_repeats_seeds_counts_configurations(small_run):
+    for job in small_run[0]["jobs"]:
+        job["configuration"] = f"of {job['job']}"
+    rows = {row.job: row.explanation for row in job_table(RunHistory.of(entries(small_run))).rows}
+    assert rows["b"] == "rank 3 of 3 configurations at 10 %: 2 kept"

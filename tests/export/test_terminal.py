@@ -277,3 +277,9 @@ def test_a_run_that_lasts_shows_how_long_it_takes_and_how_fast_it_is(small_run):
         target = console()
         target.print(final_summary(history, **options))
         assert "left" not in target.file.getvalue()
+
+
+def test_a_line_of_numbers_is_never_cut_in_the_middle_of_one(small_run):
+    wide, narrow = (next(line for line in screen(small_run[:11], width=w) if " so far" in line) for w in (140, 80))
+    assert wide.rstrip().endswith("200 of 4,000 samples trained, 22.5 % saved")
+    assert narrow.rstrip().endswith("so far · 22.5 % saved")

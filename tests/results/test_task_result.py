@@ -267,7 +267,7 @@ def test_losses_of_other_methods_or_settings_are_said_not_to_compare(tmp_path: P
     compared = one.compare(other)
     assert compared.same_data
     assert not compared.same_loss
-    assert "other losses" in printed(compared)
+    assert "different losses" in printed(compared)
     compared = one.compare(alike)
     assert compared.same_loss
     assert "other losses" not in printed(compared)

@@ -19,6 +19,7 @@ OTHER_MEANINGS: Mapping[str, set[str]] = {
     "cli/tune.py": {"train"},  # a word of its help
     "data/presets.py": {"train"},  # splits of datasets
     "data/task_data.py": {"train"},
+    "executor/recovery.py": {"train"},  # a split of the data
     "data/task_rows.py": {"train"},
     "executor/cache.py": {"measured"},  # a key of the cache
     "export/gantt.py": {"planned"},  # names of figures and columns

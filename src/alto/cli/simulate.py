@@ -24,7 +24,11 @@ from alto.spec import Simulation, load_simulation
 
 __all__ = ["simulate"]
 
-_LEGEND = "B: first come first served; S: with a scheduler; EE: with early exit"
+_LEGEND = (
+    "makespan: hours until all tasks have ended; mean, p99: hours from a task's\n"
+    "arrival to its end; starts: executors started\n"
+    "B: first come first served; S: with a scheduler; EE: with early exit"
+)
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -60,15 +64,18 @@ def simulate(
                 within_s=within_s,
                 method=chosen[-1],
                 early_exit=early_exit,
-                on_progress=lambda nodes, done, total: show(f"{nodes} nodes: simulations", done, total),
+                on_progress=lambda nodes, done, total: show(
+                    f"{nodes} {'nodes' if nodes > 1 else 'node'}: simulations", done, total
+                ),
             )
         if as_json:
             print_json({"method": chosen[-1], "early_exit": early_exit, **dataclasses.asdict(found)})
         else:
+            num_nodes = f"{found.nodes} {'nodes' if found.nodes > 1 else 'node'} of {simulation.gpus_per_node}"
             typer.echo(
-                f"{found.num_gpus} GPUs ({found.nodes} {'nodes' if found.nodes > 1 else 'node'} of "
-                f"{simulation.gpus_per_node}) end in {found.makespan_s / 3600:.2f} h: 95th percentile of "
-                f"{found.num_simulations} simulations,\n{chosen[-1]}, {'with' if early_exit else 'without'} early exit"
+                f"{found.num_gpus} GPUs ({num_nodes}) are enough: all tasks end within "
+                f"{found.makespan_s / 3600:.2f} h\n95th percentile of {found.num_simulations} simulations; "
+                f"{chosen[-1]}, {'with' if early_exit else 'without'} early exit"
             )
         return
     exits = (False, True) if simulation.early_exit_shares else (False,)
@@ -144,6 +151,8 @@ def _facts(outcome: SimulationOutcome) -> dict[str, object]:
 
 def _table(outcomes: list[SimulationOutcome]) -> Table:
     """Narrow enough for a terminal of 80 columns; times in hours."""
+    from alto.export.wording import format_share
+
     table = Table(box=box.SIMPLE_HEAD, show_edge=False)
     for heading in ("method", "", "makespan h", "mean h", "p99 h", "GPUs used", "starts", "failed"):
         table.add_column(heading, justify="left" if heading in ("method", "") else "right", no_wrap=True)
@@ -153,7 +162,7 @@ def _table(outcomes: list[SimulationOutcome]) -> Table:
             found.method,
             found.label,
             *(f"{time / 3600:,.2f}" for time in times),
-            f"{found.utilisation:.1%}",
+            format_share(found.utilisation),
             *(f"{count:,}" for count in (found.num_attempts, found.num_failed)),
         )
     return table

@@ -20,7 +20,7 @@ from alto.data.conversation import (
     Pair,
 )
 from alto.data.conversations import encode_dataset
-from alto.data.dataset import IGNORED, EncodedDataset, Span, Unread, digest_of
+from alto.data.dataset import IGNORED, EncodedDataset, Span, Unread, digest_of, running_digests
 from alto.data.encode import EncodedRow, encode_conversation, encode_prompt
 from alto.data.mismatched import mismatched_rows
 from alto.data.mixture import MixtureOrder
@@ -66,6 +66,7 @@ __all__ = [
     "preview_rows",
     "read_heldout_rows",
     "read_task_rows",
+    "running_digests",
     "sample_rows",
     "share_rows",
     "split_into_micro_batches",

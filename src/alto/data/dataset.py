@@ -24,6 +24,7 @@ __all__ = [
     "Unread",
     "digest_of",
     "joined",
+    "running_digests",
 ]
 
 IGNORED = -100
@@ -313,7 +314,13 @@ def joined(parts: Sequence[EncodedDataset], names: Sequence[str] = (), store: Ro
 def digest_of(*datasets: EncodedDataset) -> str:
     """A digest of every token and every target, in order, of how pairs are laid out, of labels, and of the sizes of
     sources."""
+    return running_digests(*datasets)[-1]
+
+
+def running_digests(*datasets: EncodedDataset) -> tuple[str, ...]:
+    """For each of ``datasets``, :func:`digest_of` it and those before it; tokens are read once."""
     digest = hashlib.sha256()
+    found = []
     for dataset in datasets:
         for rows in (dataset.input_ids, dataset.targets):
             for row in rows:
@@ -327,7 +334,8 @@ def digest_of(*datasets: EncodedDataset) -> str:
             digest.update(repr((dataset.label_set, dataset.classes)).encode())
         if dataset.sources:
             digest.update(repr(dataset.sources).encode())
-    return digest.hexdigest()
+        found.append(digest.hexdigest())
+    return tuple(found)
 
 
 def _add_listed(digest: hashlib._Hash, brackets: Sequence[str], items: Iterable[object]) -> None:

@@ -13,7 +13,7 @@ from alto.early_exit import rung_notes
 from alto.executor.context import TaskContext
 from alto.executor.model_notes import model_notes
 from alto.executor.recorder import describe_job
-from alto.executor.recovery import ResumeState, data_fingerprint, refit_fact
+from alto.executor.recovery import ResumeState, data_fingerprints, refit_fact
 from alto.executor.task_state import TaskState
 from alto.records import TaskPlan, Throughput
 from alto.runs import Event, RunDir
@@ -71,7 +71,7 @@ def begin_events(state: TaskState, start: RunStart) -> Iterator[Event]:
         num_train=len(data.train),
         num_validation=len(data.validation),
         validation_weights=tuple(data.validation.weights),
-        data=_described(data, data_fingerprint(data, context.base.chat_template)),
+        data=_described(data, data_fingerprints(data, context.base.chat_template)),
         notes=(
             *start.resume_state.notes,
             *task.notes,
@@ -100,9 +100,9 @@ def begin_events(state: TaskState, start: RunStart) -> Iterator[Event]:
         yield _profile(start.forecast)
 
 
-def _described(data: TaskData, fingerprint: str) -> dict[str, Any]:
+def _described(data: TaskData, fingerprints: dict[str, str]) -> dict[str, Any]:
     how: dict[str, Any] = {} if data.max_length is None else {"form": data.form, "max_length": data.max_length}
-    return {**data.counts(), **how, "fingerprint": fingerprint}
+    return {**data.counts(), **how, **fingerprints}
 
 
 def resume_event(state: TaskState, start: RunStart) -> TaskResumed:

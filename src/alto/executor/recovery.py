@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any, cast
 
 from alto.backbone import base_differences
-from alto.data import TaskData, digest_of
+from alto.data import TaskData, digest_of, running_digests
 from alto.errors import RunChangedError, RunError, RunNotFoundError
 from alto.executor.checkpoint import Kind, StateStore
 from alto.runs import JournalEntry, Mailbox, RunDir, RunHistory, read_intact_events, replace_file, writing
@@ -42,6 +42,7 @@ __all__ = [
     "check_precision",
     "check_start",
     "data_fingerprint",
+    "data_fingerprints",
     "note_refusal",
     "read_refusal",
     "recover",
@@ -215,7 +216,22 @@ def read_refusal(run: RunDir) -> Mapping[str, Any] | None:
 def data_fingerprint(data: TaskData, chat_template: str | None = None) -> str:
     """A digest of every token and every target of a task's data, of how its pairs are laid out, and of the chat
     template where the task sets one."""
-    digest = digest_of(*data.splits)
+    return _with_template(digest_of(*data.splits), chat_template)
+
+
+def data_fingerprints(data: TaskData, chat_template: str | None = None) -> dict[str, str]:
+    """:func:`data_fingerprint`, by which a run is resumed, and those by which runs are compared: of training and
+    validation rows, and of validation rows alone, without test rows and chat template."""
+    digests = dict(zip(data.named_splits, running_digests(*data.splits), strict=True))
+    *_, last = digests.values()
+    found = {"fingerprint": _with_template(last, chat_template)}
+    found["train_validation_fingerprint"] = digests.get("validation", digests["train"])
+    if data.has_validation:
+        found["validation_fingerprint"] = digest_of(data.validation)
+    return found
+
+
+def _with_template(digest: str, chat_template: str | None) -> str:
     return digest if chat_template is None else hashlib.sha256(f"{digest}\n{chat_template}".encode()).hexdigest()
 
 

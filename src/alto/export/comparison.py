@@ -31,7 +31,7 @@ from alto.runs import RunHistory, read_history, replace_file
 
 __all__ = ["comparison_table", "write_comparison"]
 
-_ROLES = ("best", "training")
+_ROLES = ("first", "second")
 """What colours the curve of each run."""
 
 
@@ -41,25 +41,27 @@ def comparison_table(
     settings: Mapping[str, tuple[Any, Any]],
     *,
     same_data: bool | None,
+    same_validation: bool | None,
     same_loss: bool,
 ) -> RenderableType:
     """The facts of two runs, then the settings of their best jobs that differ.
 
     Args:
         run_dirs: Their folders.
-        facts, settings, same_data, same_loss: As of :class:`alto.results.RunComparison`.
+        facts, settings, same_data, same_validation, same_loss: As of :class:`alto.results.RunComparison`.
     """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
-    for run_dir in run_dirs:
-        table.add_column(clean(short_path(run_dir)), justify="right", overflow="fold")
+    for name in _short_names(run_dirs):
+        table.add_column(name, justify="right", overflow="fold")
     for name, values in facts.items():
-        table.add_row(clean(name), *(_format(name, value) for value in values))
+        table.add_row(_shown_name(name), *(_format(name, value) for value in values))
     if settings:
         table.add_section()
     for key, values in settings.items():
         table.add_row(f"best job: {clean(short_name(key))}", *map(format_setting, values))
-    return Group(table, *map(Text, _warnings(settings, same_data=same_data, same_loss=same_loss)))
+    said = _warnings(settings, same_data=same_data, same_validation=same_validation, same_loss=same_loss)
+    return Group(table, *map(Text, said))
 
 
 def write_comparison(
@@ -69,6 +71,7 @@ def write_comparison(
     settings: Mapping[str, tuple[Any, Any]],
     *,
     same_data: bool | None,
+    same_validation: bool | None,
     same_loss: bool,
 ) -> Path:
     """Write the same as one page that needs nothing else, with the validation curves of both best jobs, and what both
@@ -76,14 +79,14 @@ def write_comparison(
 
     Args:
         path: The HTML file.
-        run_dirs, facts, settings, same_data, same_loss: As of :func:`comparison_table`.
+        run_dirs, facts, settings, same_data, same_validation, same_loss: As of :func:`comparison_table`.
 
     Raises:
         RunNotFoundError, RunError: The journal of a run is gone, or damaged.
         RunWriteError: The file cannot be written.
     """
     histories = [read_history(run_dir) for run_dir in run_dirs]
-    names = [clean(Path(run_dir).name) for run_dir in run_dirs]
+    names = _short_names(run_dirs)
     figure = _curves(histories, names)
     units = {loss_unit(history.method) for history in histories}
     title = f"validation loss, {units.pop()}" if len(units) == 1 else "validation loss"
@@ -91,9 +94,9 @@ def write_comparison(
         "compare.html.jinja",
         names=names,
         run_dirs=run_dirs,
-        warnings=_warnings(settings, same_data=same_data, same_loss=same_loss),
-        facts=[(name, [_format(name, value) for value in values]) for name, values in facts.items()],
-        settings=[(short_name(key), list(map(format_setting, values))) for key, values in settings.items()],
+        warnings=_warnings(settings, same_data=same_data, same_validation=same_validation, same_loss=same_loss),
+        facts=[(_shown_name(name), [_format(name, value) for value in values]) for name, values in facts.items()],
+        settings=[(key, list(map(format_setting, values))) for key, values in settings.items()],
         validation=figure,
         samples=_common_samples(histories),
         figures={"validation": curve_data(figure, title)},
@@ -148,17 +151,38 @@ def _common_samples(histories: Sequence[RunHistory]) -> list[dict[str, Any]]:
     ]
 
 
-def _warnings(settings: Mapping[str, tuple[Any, Any]], *, same_data: bool | None, same_loss: bool) -> list[str]:
+def _warnings(
+    settings: Mapping[str, tuple[Any, Any]],
+    *,
+    same_data: bool | None,
+    same_validation: bool | None,
+    same_loss: bool,
+) -> list[str]:
     found = []
-    if same_data is False:
-        found.append("The runs have other rows, or other tokens of them: their losses cannot be compared.")
-    if same_data is None:
-        found.append("A journal does not record its rows: whether the losses can be compared is not known.")
+    if same_validation is False:
+        found.append(
+            "The runs were validated on different rows, or on different tokens of the same rows: their losses cannot "
+            "be compared."
+        )
+    elif same_validation and same_data is False:
+        found.append("The runs were trained on different rows. They were validated on the same ones.")
+    if same_validation is None:
+        found.append("A journal does not record its validation rows: whether the losses can be compared is not known.")
     if not same_loss:
-        found.append("The best jobs have other losses, by method or by its settings: they cannot be compared.")
+        found.append("The best jobs have different losses, by method or by its settings: they cannot be compared.")
     if not settings:
         found.append("The best jobs have the same configuration.")
     return found
+
+
+def _short_names(run_dirs: Sequence[str]) -> list[str]:
+    """The names of the folders; where they are equal, with the folders that they are in."""
+    names = [clean(Path(run_dir).name) for run_dir in run_dirs]
+    return names if len(set(names)) == len(names) else [short_path(run_dir) for run_dir in run_dirs]
+
+
+def _shown_name(name: str) -> str:
+    return "duration" if name == "seconds" else clean(name)
 
 
 def _format(name: str, value: Any) -> str:

@@ -109,6 +109,11 @@ class View:
 
     @property
     def note(self) -> str:
+        """A sentence about what the view leaves out, for a figure in a page; empty if nothing."""
+        return f"{self.left_out} Double-click the figure to see everything." if self.num_outside else self.left_out
+
+    @property
+    def left_out(self) -> str:
         """A sentence about what the view leaves out; empty if nothing."""
         notes = []
         if self.num_outside:
@@ -116,7 +121,7 @@ class View:
             where, which = ("bottom", "lowest value") if self.more_is_better else ("top", "highest loss")
             notes.append(
                 f"{subject} this view at the {where} ({which} {format_loss(self.worst)}): "
-                "the axis is cut so that the others stay readable. Double-click the figure to see everything."
+                "the axis is cut so that the others stay readable."
             )
         if self.num_not_finite:
             subject = "1 job" if self.num_not_finite == 1 else f"{self.num_not_finite} jobs"

@@ -7,6 +7,7 @@ rendered without a kernel.
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from alto.export.figures import VALIDATION_LOSS, CurveFigure, View, curve_figure
 from alto.export.metrics import loss_unit
 from alto.export.pages import render_fragment
 from alto.export.tables import job_table
-from alto.export.wording import describe_refit, describe_task
+from alto.export.wording import describe_refit, describe_task, format_share
 from alto.runs import RunHistory, choice_notes
 
 __all__ = ["result_html"]
@@ -60,7 +61,8 @@ class _Curve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Drawing:
-    """Curves in pixels; ticks and rungs with their places and labels."""
+    """Curves in pixels; ticks and rungs with their places and labels; kinds of curves with their roles; what the view
+    leaves out."""
 
     width: int
     height: int
@@ -72,6 +74,8 @@ class _Drawing:
     x_ticks: tuple[tuple[float, str], ...]
     y_ticks: tuple[tuple[float, str], ...]
     rungs: tuple[float, ...]
+    legend: tuple[tuple[str, str], ...]
+    note: str
 
 
 def _drawing(figure: CurveFigure, view: View) -> _Drawing:
@@ -86,7 +90,6 @@ def _drawing(figure: CurveFigure, view: View) -> _Drawing:
         return round(bottom - share * (bottom - _TOP), 1)
 
     shares = [index / (_NUM_TICKS - 1) for index in range(_NUM_TICKS)]
-    values = [view.low + share * (view.high - view.low) for share in shares]
     return _Drawing(
         width=_WIDTH,
         height=_HEIGHT,
@@ -104,10 +107,27 @@ def _drawing(figure: CurveFigure, view: View) -> _Drawing:
             )
             for trace in figure.traces
         ),
-        x_ticks=tuple((x_of(share), f"{share:.0%}") for share in shares),
-        y_ticks=tuple((y_of(value), f"{value:.4g}") for value in values),
+        x_ticks=tuple((x_of(share), format_share(share)) for share in shares),
+        y_ticks=tuple((y_of(value), label) for value, label in _round_ticks(view.low, view.high)),
         rungs=tuple(x_of(progress) for progress, _ in figure.rungs),
+        legend=tuple((html.unescape(trace["name"]), trace["meta"]["role"]) for trace in _best_first(figure)),
+        note=view.left_out,
     )
+
+
+def _best_first(figure: CurveFigure) -> list[dict[str, Any]]:
+    """A trace for every kind of curve, in the order of a legend."""
+    return [trace for trace in reversed(figure.traces) if trace["showlegend"]]
+
+
+def _round_ticks(low: float, high: float) -> list[tuple[float, str]]:
+    """Two to six round values from ``low`` to ``high``, with their labels."""
+    rough = (high - low) / _NUM_TICKS
+    size = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * size for factor in (1, 2, 5, 10) if factor * size >= rough)
+    decimals = max(0, -math.floor(math.log10(step)))
+    values = [index * step for index in range(math.ceil(low / step), math.floor(high / step) + 1)]
+    return [(value, f"{value:.{decimals}f}" if step < 1e5 else f"{value:.4g}") for value in values]
 
 
 def _pieces(xs: Sequence[float], ys: Sequence[Any]) -> Iterator[list[tuple[float, float]]]:

@@ -24,7 +24,8 @@ def plan_text(plan: TaskPlan, *, price_per_hour: float | None = None) -> Rendera
     planned = memory.margin * memory.capacity_bytes
     smallest, largest = plan.num_parameters
     mean, longest = plan.row_tokens
-    measured = "measured earlier (--refresh measures again)" if plan.is_cached else "measured now"
+    took = format_duration(plan.profile_s)
+    measured = f"measured earlier in {took} (--refresh measures again)" if plan.is_cached else f"measured now in {took}"
     head = [
         ("jobs", f"{plan.num_jobs:,}, with {_span(smallest, largest)} trainable parameters each"),
         ("rows", f"{mean:,.0f} tokens on average, {longest:,} in the longest"),
@@ -32,12 +33,12 @@ def plan_text(plan: TaskPlan, *, price_per_hour: float | None = None) -> Rendera
             "memory",
             f"{_size(memory.fixed_bytes)} + {memory.bytes_per_token / 1024:,.1f} KiB a token of a micro-batch "
             f"+ {_size(plan.slot_bytes)} a slot, of {_size(planned)} "
-            f"({memory.margin:.0%} of {_size(memory.capacity_bytes)})",
+            f"({format_share(memory.margin)} of {_size(memory.capacity_bytes)})",
         ),
         (
             "",
-            f"{measured} in {format_duration(plan.profile_s)}: {len(memory.points)} steps, memory estimate "
-            f"error {format_share(memory.error_median)} (at worst {format_share(memory.error_worst)})",
+            f"{measured}: {len(memory.points)} steps, memory estimate error {format_share(memory.error_median)} "
+            f"(at worst {format_share(memory.error_worst)})",
         ),
     ]
     chosen = (
@@ -72,11 +73,11 @@ def schedule_text(schedule: Schedule) -> RenderableType:
     shared = [executor for executor, number in num_tasks.items() if number > 1]
     table = Table(box=box.SIMPLE_HEAD, show_edge=False)
     for heading in ("task", "GPUs"):
-        table.add_column(heading)
+        table.add_column(heading, overflow="fold")
     for heading in ("start", "end"):
         table.add_column(heading, justify="right")
     if shared:
-        table.add_column("trained in one process with")
+        table.add_column("trained in one process with", overflow="fold")
     for placement in schedule.placements:
         gpus = ", ".join(f"{gpu.node}:{gpu.index}" for gpu in placement.gpus)
         others = [
@@ -91,10 +92,11 @@ def schedule_text(schedule: Schedule) -> RenderableType:
             format_duration(placement.end_s),
             *([Text(", ".join(others))] if shared else []),
         )
+    together = " with the same tasks together" if shared else ""
     quality = {
-        "optimal": "no schedule with the same tasks together is shorter" if shared else "no schedule is shorter",
-        "feasible": f"none is shorter than {format_duration(schedule.bound_s)}",
-        "heuristic": f"none is shorter than {format_duration(schedule.bound_s)}",
+        "optimal": f"by these estimates no schedule{together} is shorter",
+        "feasible": f"by these estimates none is shorter than {format_duration(schedule.bound_s)}",
+        "heuristic": f"by these estimates none is shorter than {format_duration(schedule.bound_s)}",
     }[schedule.status]
     lines = [("together", f"about {format_duration(schedule.makespan_s)} by {schedule.method}; {quality}")]
     if schedule.notice:
@@ -106,8 +108,9 @@ def _table(plan: TaskPlan) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False)
     for heading in ("slots", "tokens a micro-batch", "peak", "tokens/s", ""):
         table.add_column(heading, justify="right")
+    num_resident = min(plan.max_slots, plan.num_jobs)
     for packing in plan.packings:
-        is_chosen = (packing.num_slots, packing.num_tokens) == (plan.max_slots, plan.max_tokens_per_pass)
+        is_chosen = (packing.num_slots, packing.num_tokens) == (num_resident, plan.max_tokens_per_pass)
         table.add_row(
             f"{packing.num_slots}",
             f"{packing.num_tokens:,}",

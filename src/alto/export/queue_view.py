@@ -17,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from alto.export.wording import clean, format_duration, format_loss, format_share
+from alto.export.wording import clean, format_count_of, format_duration, format_loss, format_share
 from alto.runs import JournalEntry, QueueHistory, QueueProgress, RunStatus, TaskHistory, TaskStage, events
 
 __all__ = ["LiveQueueView", "PlainQueueView", "open_queue_view", "queue_summary", "task_list"]
@@ -190,11 +190,11 @@ def gpu_lines(progress: QueueProgress) -> list[str]:
 
 
 def _headline(queue: QueueHistory) -> str:
-    devices = "GPUs" if queue.has_gpus else "CPU slots"
+    devices = format_count_of(queue.num_gpus, "GPU" if queue.has_gpus else "CPU slot")
     num_done = len(queue.in_state(TaskStage.FINISHED))
     failed, cancelled = (len(queue.in_state(stage)) for stage in (TaskStage.FAILED, TaskStage.CANCELLED))
     return (
-        f"{num_done} of {len(queue.tasks)} tasks done on {queue.num_gpus} {devices}"
+        f"{num_done} of {format_count_of(len(queue.tasks), 'task')} done on {devices}"
         + (f", {failed} given up" if failed else "")
         + (f", {cancelled} cancelled" if cancelled else "")
     )

@@ -44,6 +44,13 @@ __all__ = ["write_report"]
 REPORT_NAME = "report.html"
 RUNGS = ("early_exit", "rungs")
 FILES = ("base", "files")
+UNSHOWN = (
+    RUNGS,  # shown in words
+    FILES,
+    ("data", "train_validation_fingerprint"),
+    ("data", "validation_fingerprint"),
+)
+"""Settings of a group that are not listed."""
 
 
 def write_report(run_dir: str | Path, *, price: float | None = None) -> Path:
@@ -199,10 +206,10 @@ def _settings(history: RunHistory) -> list[tuple[str, Any]]:
     flat: list[tuple[str, Any]] = []
     for key, value in history.settings().items():
         if isinstance(value, dict):
-            flat += [(f"{key}.{inner}", item) for inner, item in value.items() if (key, inner) not in (RUNGS, FILES)]
+            flat += [(f"{key}.{inner}", item) for inner, item in value.items() if (key, inner) not in UNSHOWN]
             if key == RUNGS[0]:
                 flat.append((".".join(RUNGS), describe_rungs(history.rung_settings) or None))
-        else:
+        elif key != "validation_weights":  # a number for every validation row
             flat.append((key, value))
     return flat
 

@@ -62,8 +62,8 @@ def _lines(sample: Sample) -> list[tuple[str, str, str]]:
 
 
 def _shortened(text: str) -> str:
-    """``text`` on one line; a text of nothing but blanks is said to be empty."""
-    line = clean(text)
+    """``text`` on one line, with a sign where its lines end; a text of nothing but blanks is said to be empty."""
+    line = " ⏎ ".join(cleaned for part in text.splitlines() if (cleaned := clean(part)))
     if not line:
         return "(nothing)"
     return line if len(line) <= MAX_CHARS else line[: MAX_CHARS - 1] + "…"

@@ -100,6 +100,7 @@ def job_table(history: RunHistory) -> JobTable:
     metrics = shown_metrics(history)
     best = history.best
     dropped_at = {name: outcome.progress for outcome in history.rungs for name in outcome.dropped}
+    has_repetitions = any(job.configuration is not None for job in history.jobs.values())
     scores = {score.job: score for scored in history.rung_scores for score in scored.scores}
     scores |= {score.job: score for score in history.finalists}
     rows = tuple(
@@ -109,7 +110,7 @@ def job_table(history: RunHistory) -> JobTable:
             configs[job.job],
             keys,
             metrics,
-            explain_exit(job, rung_progress=dropped_at.get(job.job)),
+            explain_exit(job, rung_progress=dropped_at.get(job.job), has_repetitions=has_repetitions),
             is_best=job is best,
         )
         for job in history.ranked()
@@ -129,7 +130,7 @@ def run_notes(history: RunHistory) -> list[str]:
     return notes
 
 
-def explain_exit(job: JobHistory, *, rung_progress: float | None = None) -> str:
+def explain_exit(job: JobHistory, *, rung_progress: float | None = None, has_repetitions: bool = False) -> str:
     """Why ``job`` ended early, in one plain phrase with the numbers of its evidence; empty if it did not.
 
     Evidence that does not hold the numbers of a known rule is listed as ``key value`` pairs.
@@ -137,6 +138,7 @@ def explain_exit(job: JobHistory, *, rung_progress: float | None = None) -> str:
     Args:
         job: The job after the events so far.
         rung_progress: Share of its steps at which it was ranked, if a rung ended it; its own progress otherwise.
+        has_repetitions: Whether jobs of its run repeat configurations: configurations were ranked then.
     """
     if job.exit_reason is None:
         return ""
@@ -148,7 +150,7 @@ def explain_exit(job: JobHistory, *, rung_progress: float | None = None) -> str:
         sentence = _explain_overfitting(numbers)
     elif job.exit_reason == ExitReason.UNDERPERFORMING:
         progress = numbers.get("progress", job.progress if rung_progress is None else rung_progress)
-        sentence = _explain_underperforming(numbers, progress)
+        sentence = _explain_underperforming(numbers, progress, has_repetitions=has_repetitions)
     elif job.exit_reason == ExitReason.FAILED and "adapter_bytes" in numbers:
         size = f"{numbers['adapter_bytes'] / 2**20:,.1f} MiB"
         sentence = f"its adapter ({size} with gradient and optimizer state) does not fit into memory"
@@ -224,11 +226,12 @@ def _explain_overfitting(evidence: Mapping[str, float]) -> str | None:
     return None
 
 
-def _explain_underperforming(evidence: Mapping[str, float], progress: float) -> str | None:
+def _explain_underperforming(evidence: Mapping[str, float], progress: float, *, has_repetitions: bool) -> str | None:
     if not {"rank", "num_competing", "num_kept"} <= evidence.keys():
         return None
+    what = " configurations" if has_repetitions else ""
     return (
-        f"rank {evidence['rank']:.0f} of {evidence['num_competing']:.0f} at {format_share(progress)}: "
+        f"rank {evidence['rank']:.0f} of {evidence['num_competing']:.0f}{what} at {format_share(progress)}: "
         f"{evidence['num_kept']:.0f} kept"
     )
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
 from rich.control import Control
 from rich.live import Live
@@ -191,10 +192,13 @@ class LiveView:
             ProgressBar(total=1.0, completed=found.share_done, complete_style="cyan", finished_style="green"),
             Text(format_share(found.share_done)),
         )
-        facts = [f"{format_duration(history.worked_s(now))} so far", _samples(history)]
+        facts = [f"{format_duration(history.worked_s(now))} so far"]
         if found.share_done < 1.0:
             facts[:0] = describe_outlook(found) or ["time left: after the first evaluations"]
-        return [line, Text(" · ".join(facts), style="dim", no_wrap=True, overflow="ellipsis")]
+        facts_line = " · ".join([*facts, _samples(history)])
+        if cell_len(facts_line) > self._console.size.width:
+            facts_line = " · ".join([*facts, f"{format_share(history.saved_share)} saved"])
+        return [line, Text(facts_line, style="dim", no_wrap=True, overflow="ellipsis")]
 
     def _next_stop(self, job: JobHistory, now: float) -> str:
         """When a job in a slot reaches its next rung or its end; empty for one that has ended or not begun."""

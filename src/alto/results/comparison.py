@@ -27,9 +27,10 @@ class RunComparison:
     Attributes:
         run_dirs: Their folders.
         facts: By name, the values of both: what was trained on, losses and metrics of the best adapters, jobs, samples,
-            seconds. Losses can be compared where ``same_data`` and ``same_loss`` are true.
+            seconds. Losses can be compared where ``same_validation`` and ``same_loss`` are true.
         settings: Settings of the best jobs that differ, by key, with the values of both; None where a job has none.
         same_data: Whether both have the same training and validation tokens; None where a journal does not tell.
+        same_validation: Whether both have the same validation tokens; None where a journal does not tell.
         same_loss: Whether the losses of both best jobs are of one method with equal settings, such as ``beta``.
     """
 
@@ -37,6 +38,7 @@ class RunComparison:
     facts: Mapping[str, tuple[Any, Any]]
     settings: Mapping[str, tuple[Any, Any]]
     same_data: bool | None
+    same_validation: bool | None
     same_loss: bool
 
     def to_frame(self) -> pandas.DataFrame:
@@ -64,6 +66,7 @@ class RunComparison:
             self.facts,
             self.settings,
             same_data=self.same_data,
+            same_validation=self.same_validation,
             same_loss=self.same_loss,
         )
 
@@ -71,7 +74,12 @@ class RunComparison:
         from alto.export import comparison_table
 
         return comparison_table(
-            self.run_dirs, self.facts, self.settings, same_data=self.same_data, same_loss=self.same_loss
+            self.run_dirs,
+            self.facts,
+            self.settings,
+            same_data=self.same_data,
+            same_validation=self.same_validation,
+            same_loss=self.same_loss,
         )
 
     def _repr_html_(self) -> str:
@@ -96,7 +104,6 @@ def compare(
     configs = [_best_config(outcome), _best_config(other_outcome)]
     keys = dict.fromkeys(key for config in configs for key in config)
     both = {key: (configs[0].get(key), configs[1].get(key)) for key in keys}
-    prints = [_data_fingerprint(history), _data_fingerprint(other_history)]
     losses = [
         (found.method, loss_scale(config)) for found, config in zip((history, other_history), configs, strict=True)
     ]
@@ -104,7 +111,8 @@ def compare(
         run_dirs=(outcome.run_dir, other_outcome.run_dir),
         facts={name: (one.get(name), other.get(name)) for name in dict.fromkeys((*one, *other))},
         settings={key: values for key, values in both.items() if values[0] != values[1]},
-        same_data=None if None in prints else prints[0] == prints[1],
+        same_data=_same_data(history, other_history),
+        same_validation=_same_validation(history, other_history),
         same_loss=losses[0] == losses[1],
     )
 
@@ -130,6 +138,25 @@ def _best_config(outcome: TaskOutcome) -> Mapping[str, Any]:
     return next(job.config for job in outcome.jobs if job.job == outcome.best_job)
 
 
-def _data_fingerprint(history: RunHistory) -> str | None:
-    found = None if history.started is None else history.started.data.get("fingerprint")
-    return found if isinstance(found, str) else None
+def _same_data(one: RunHistory, other: RunHistory) -> bool | None:
+    same = _same(one, other, "train_validation_fingerprint")
+    if same is not None:
+        return same
+    # A journal of an earlier version has one digest of all rows, test rows included.
+    same, has_test_rows = _same(one, other, "fingerprint"), any(_data_of(run).get("test_rows") for run in (one, other))
+    return None if same is False and has_test_rows else same
+
+
+def _same_validation(one: RunHistory, other: RunHistory) -> bool | None:
+    same = _same(one, other, "validation_fingerprint")
+    return True if same is None and _same_data(one, other) else same
+
+
+def _same(one: RunHistory, other: RunHistory, fingerprint: str) -> bool | None:
+    """Whether both journals have the same ``fingerprint``; None where one has none."""
+    found = [_data_of(run).get(fingerprint) for run in (one, other)]
+    return found[0] == found[1] if all(isinstance(digest, str) for digest in found) else None
+
+
+def _data_of(history: RunHistory) -> Mapping[str, Any]:
+    return {} if history.started is None else history.started.data

@@ -8,6 +8,17 @@
   };
   const hues = ["training", "best", "overfitting", "parked", "diverging", "stopped"];
   const colour = (role) => getComputedStyle(document.documentElement).getPropertyValue("--" + role).trim();
+  const margins = { l: 96, r: 24 };
+
+  // A name that is longer than its bar is cut off; below four characters plotly.js leaves it out, until one zooms in.
+  function fitted(trace) {
+    const last = Math.max(...figure.traces.map((each) => each.base.reduce((end, base, bar) => Math.max(end, base + each.x[bar]), 0)));
+    const pixels = (document.getElementById("gantt").clientWidth - margins.l - margins.r) / last;
+    return trace.text.map((name, bar) => {
+      const room = Math.floor((trace.x[bar] * pixels - 12) / 6.5);
+      return name.length <= room || room < 4 || name.includes("&") ? name : name.slice(0, room - 1) + "…";
+    });
+  }
 
   function draw() {
     const lanes = figure.lanes.length;
@@ -18,7 +29,7 @@
       font: { family: "system-ui, -apple-system, Segoe UI, Roboto, sans-serif", size: 13, color: colour("soft") },
       hoverlabel: { bgcolor: colour("panel"), bordercolor: colour("line"), font: { color: colour("ink") }, align: "left" },
       modebar: { bgcolor: "rgba(0,0,0,0)", color: colour("pending"), activecolor: colour("soft") },
-      height: Math.min(1400, 110 + lanes * (figure.isCompared ? 44 : 30)), margin: { l: 96, r: 24, t: figure.gaps.length ? 32 : 16, b: 52 },
+      height: Math.min(1400, 110 + lanes * (figure.isCompared ? 44 : 30)), margin: { ...margins, t: figure.gaps.length ? 32 : 16, b: 52 },
       barmode: "overlay", showlegend: false, uniformtext: { minsize: 10, mode: "hide" },
       xaxis: Object.assign({ title: { text: axisTitle, standoff: 12 }, rangemode: "tozero" }, axis),
       yaxis: Object.assign({}, axis, {
@@ -39,7 +50,7 @@
       const shift = !figure.isCompared ? 0 : isPlan ? -0.3 : 0.1;
       return {
         type: "bar", orientation: "h", base: trace.base, x: trace.x, y: trace.y.map((name) => place.get(name) + shift), width: width,
-        text: isPlan && figure.isCompared ? undefined : trace.text, textposition: "inside", insidetextanchor: "middle", constraintext: "inside",
+        text: isPlan && figure.isCompared ? undefined : fitted(trace), textposition: "inside", insidetextanchor: "middle", constraintext: "inside",
         customdata: trace.customdata, hovertemplate: "%{customdata}<extra></extra>",
         textfont: { size: 11, color: colour("paper") },
         marker: {
@@ -53,6 +64,7 @@
 
   if (figure !== null) {
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+    addEventListener("resize", draw);
     draw();
   }
 })();

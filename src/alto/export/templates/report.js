@@ -10,7 +10,7 @@
   const ticks = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1];
   // Colour is never the only sign: outcomes differ in dash and marker too.
   const dashes = { overfitting: "dash", diverging: "dot", stopped: "dashdot", failed: "dashdot" };
-  const symbols = { overfitting: "diamond", diverging: "x", stopped: "square", failed: "cross" };
+  const symbols = { second: "diamond", overfitting: "diamond", diverging: "x", stopped: "square", failed: "cross" };
   let scale = document.querySelector("[data-scale][aria-pressed=true]").dataset.scale;
   let mode = 0;
 
@@ -33,7 +33,7 @@
 
   function styledCurve(trace) {
     const role = trace.meta.role;
-    const widths = { best: 3.5, completed: 1.6, underperforming: 1 };
+    const widths = { best: 3.5, first: 2.5, second: 2.5, completed: 1.6, underperforming: 1 };
     const sizes = { best: 7, underperforming: 4 };
     return Object.assign({}, trace, {
       line: { color: colour(role), width: widths[role] || 1.4, dash: dashes[role] || "solid" },
@@ -152,7 +152,7 @@
     if (figure.gaps.length) layout.legend.y = 1 + 26 / (rows * 34); // above the words over a gap
     const traces = figure.traces.map((trace) => Object.assign({}, trace, {
       marker: { color: colour(trace.meta.role), line: { color: colour("paper"), width: 1 } },
-      textfont: { size: 11, color: ["underperforming", "pending"].includes(trace.meta.role) ? colour("ink") : colour("paper") },
+      textfont: { size: 11, color: colour(["underperforming", "pending"].includes(trace.meta.role) ? "on-quiet" : "paper") },
     }));
     return Plotly.react("slots", traces, layout, config);
   }
