@@ -79,8 +79,8 @@ def _growth(tool: ModuleType, folder: Path) -> int:
 
 @pytest.mark.slow("benchmarks")
 def test_memory_does_not_grow_with_the_data(tool: ModuleType, tmp_path: Path) -> None:
-    """In memory are 16 bytes a token; on disk, a part of every file, several times smaller than the data. Measured in a
-    new process: in this one other tests have left memory that is free to use."""
+    """In memory are 16 bytes a token; on disk, a part of every file, and what libraries take at their first use, which
+    both have. Measured in a new process: in this one other tests have left memory that is free to use."""
     done = subprocess.run(
         [sys.executable, "-c", MEASURING, str(tmp_path), str(NUM_MIB)],
         cwd=ROOT / "tools",
@@ -91,5 +91,5 @@ def test_memory_does_not_grow_with_the_data(tool: ModuleType, tmp_path: Path) ->
     num_bytes_in_memory = 16 * found["memory"].num_tokens
     assert found["memory"].peak_bytes > num_bytes_in_memory
     for way in tool.WAYS[1:]:
-        assert found[way].peak_bytes < num_bytes_in_memory / 2, found[way]
+        assert found[way].peak_bytes < found["memory"].peak_bytes / 2, found[way]
         assert found[way].num_tokens == found["memory"].num_tokens
