@@ -169,6 +169,8 @@ class Executor:
             if not trainer.is_alone:
                 raise
             no_memory = error
+        else:
+            trainer.prepare(jobs)
         values = [None] * len(jobs) if trainer.balance is None else trainer.balance.values()
         of_jobs = zip(jobs, trainer.read(losses), values, strict=True)
         losses_of = {id(job): (loss, router_loss) for job, loss, router_loss in of_jobs}

@@ -11,6 +11,7 @@ import torch
 from alto.backbone import Backbone, changed_embeddings
 from alto.data import TokenBatch
 from alto.executor.job_state import JobState
+from alto.executor.prepared import PreparedStep
 from alto.kernels import DropoutKey, NoiseKey, TokenNoise, TokenSchedule
 from alto.lora import ForwardContext, adapter_scale
 
@@ -18,10 +19,14 @@ __all__ = ["schedule_of", "training_pass"]
 
 
 def training_pass(
-    backbone: Backbone, forward_context: ForwardContext, batch: TokenBatch, by_local_slot: Mapping[int, JobState]
+    backbone: Backbone,
+    forward_context: ForwardContext,
+    batch: TokenBatch,
+    by_local_slot: Mapping[int, JobState],
+    prepared: PreparedStep,
 ) -> AbstractContextManager[None]:
     """Inside, a forward pass over ``batch`` is that of a training step: with dropout and noise."""
-    schedule = schedule_of(batch, by_local_slot, training=True)
+    schedule = prepared.schedule(schedule_of(batch, by_local_slot, training=True))
     return _drawn(backbone, forward_context, schedule, _noise_of(batch, by_local_slot, backbone.device))
 
 
@@ -34,10 +39,20 @@ def _drawn(
         yield
 
 
-def schedule_of(batch: TokenBatch, by_local_slot: Mapping[int, JobState], *, training: bool) -> TokenSchedule:
+def schedule_of(
+    batch: TokenBatch, by_local_slot: Mapping[int, JobState], *, training: bool, steps_ahead: int = 0
+) -> TokenSchedule:
+    """Which tokens of ``batch`` belong to which slot, with dropout where it trains.
+
+    Args:
+        batch: The tokens of a micro-batch.
+        by_local_slot: The jobs in the slots.
+        training: Whether the jobs drop out.
+        steps_ahead: How many steps after the one that the jobs take next.
+    """
     jobs = [by_local_slot[local_slot] for local_slot in batch.slots]
     dropout = [
-        DropoutKey(job.config.lora_dropout, job.config.seed, job.step, first_token)
+        DropoutKey(job.config.lora_dropout, job.config.seed, job.step + steps_ahead, first_token)
         for job, first_token in zip(jobs, batch.job_first_tokens, strict=True)
     ]
     return TokenSchedule.build(

@@ -91,7 +91,11 @@ class MicroBatches:
 
     def count(self, work: Sequence[JobRows], *, split_jobs: bool = False) -> int:
         """Number of micro-batches of ``work``; ``work`` and ``split_jobs`` as in :meth:`run`."""
-        return len(self._split(work, split_jobs=split_jobs))
+        return len(self.split(work, split_jobs=split_jobs))
+
+    def split(self, work: Sequence[JobRows], *, split_jobs: bool = False) -> list[list[JobRows]]:
+        """The micro-batches of ``work``; ``work`` and ``split_jobs`` as in :meth:`run`."""
+        return list(split_into_micro_batches(work, self.max_tokens, split_jobs=split_jobs, is_padded=self._is_padded))
 
     def fits(self, job: JobRows) -> bool:
         """Whether the rows of a job are in one micro-batch, if they need not be split."""
@@ -122,7 +126,7 @@ class MicroBatches:
         num_micro_batches: int,
     ) -> tuple[Phase, list[JobRows]] | None:
         """The error of the first micro-batch that does not fit; None when all are done."""
-        micro_batches = self._split(work, split_jobs=split_jobs)
+        micro_batches = self.split(work, split_jobs=split_jobs)
         for jobs in [*micro_batches, *[[]] * (num_micro_batches - len(micro_batches))]:
             try:
                 run_micro_batch(jobs)
@@ -130,6 +134,3 @@ class MicroBatches:
                 return error.phase, jobs
             self.largest = max(self.largest, self.num_tokens(jobs))
         return None
-
-    def _split(self, work: Sequence[JobRows], *, split_jobs: bool) -> list[list[JobRows]]:
-        return list(split_into_micro_batches(work, self.max_tokens, split_jobs=split_jobs, is_padded=self._is_padded))

@@ -23,6 +23,7 @@ from alto.executor.forward_plan import schedule_of, training_pass
 from alto.executor.job_state import JobState
 from alto.executor.memory_errors import NoMemoryError, watching
 from alto.executor.micro_batches import MicroBatches
+from alto.executor.prepared import PreparedStep
 from alto.executor.rank_share import JobBatch, RankShare, slot_of
 from alto.executor.ranks import Ranks
 from alto.executor.router_balance import RouterBalance
@@ -76,6 +77,7 @@ class Trainer:
         self._share = RankShare(backbone, micro_batches, ranks, bank.num_slots)
         self.slots = self._share.slots
         self._divergences = Divergences(backbone, bank, micro_batches, ranks, self._share)
+        self._prepared = PreparedStep()
         self.balance: RouterBalance | None = None
 
     def use(self, forward_context: ForwardContext) -> None:
@@ -131,6 +133,7 @@ class Trainer:
         """
         losses = self.backward(jobs)
         self.update(jobs)
+        self.prepare(jobs)
         return self.read(losses)
 
     def backward(self, jobs: Sequence[JobState]) -> Tensor:
@@ -145,9 +148,7 @@ class Trainer:
         index_of = {
             local_slot: index for index, job in enumerate(jobs) if (local_slot := self.local_slot(job)) is not None
         }
-        batches: list[JobBatch] = [
-            (job, job.context.data.train, tuple(job.order.rows_of_step(job.step))) for job in jobs
-        ]
+        batches = _batches(jobs)
         kl = self._divergences.estimate(batches, self._forward_context)
         has_balance = any(job.planned.router_aux_loss_coef for job in jobs)
         self.balance = balance = RouterBalance(self._backbone, batches, self._ranks) if has_balance else None
@@ -158,11 +159,12 @@ class Trainer:
             nonlocal losses
             with watching("forward"):
                 losses = torch.zeros(len(jobs), device=self._backbone.device) if losses is None else losses
-                batch = self._share.collate(parts)
+                prepared = self._prepared.batch(parts)
+                batch = self._share.collate(parts) if prepared is None else prepared
                 learners = self._learners([here[local_slot] for local_slot in batch.slots])
                 indices_J = upload([index_of[local_slot] for local_slot in batch.slots], torch.int64, losses.device)
                 batch = batch if kl is None else replace(batch, kl_J=kl.index_select(0, indices_J))
-                training = training_pass(self._backbone, self._forward_context, batch, here)
+                training = training_pass(self._backbone, self._forward_context, batch, here, self._prepared)
             with training:
                 with watching("forward"):
                     if balance is None or not parts:
@@ -176,7 +178,7 @@ class Trainer:
 
         def forward(parts: Sequence[JobRows]) -> None:
             batch = self._share.collate(parts)
-            with training_pass(self._backbone, self._forward_context, batch, here):
+            with training_pass(self._backbone, self._forward_context, batch, here, self._prepared):
                 self._backbone.hidden_states(
                     batch.input_ids_T, batch.position_ids_T, batch.sequence_lengths, batch.sequence_prefixes
                 )
@@ -201,6 +203,24 @@ class Trainer:
                 self._ranks.all_reduce(self.bank.grads_ZP[local_slot, : self.bank.places(local_slot).end])
         assert losses is not None, "at least one job trains"
         return losses
+
+    def prepare(self, jobs: Sequence[JobState]) -> None:
+        """Make the batches of the step after this one, which ``jobs`` have not counted yet, and send them to the
+        device. Called after :meth:`update` and before :meth:`read`: the device computes meanwhile.
+
+        A step of other jobs, or with smaller micro-batches, makes its own batches.
+        """
+        self._prepared.forget()
+        jobs = [job for job in jobs if job.step + 1 < job.total_steps]
+        here = self._share.here(jobs)
+        try:
+            work, _ = self._share.work(_batches(jobs, steps_ahead=1))
+            for parts in self.micro_batches.split(work):
+                batch = self._share.collate(parts)
+                self._prepared.add(parts, batch, schedule_of(batch, here, training=True, steps_ahead=1))
+        except Exception:
+            # The next step meets the same, rows that cannot be read or missing memory, and reports it as its own.
+            self._prepared.forget()
 
     def read(self, losses: Tensor) -> list[float]:
         """The losses of :meth:`backward`, over all ranks. Read last: this is the first host-device synchronisation of
@@ -369,6 +389,11 @@ class Trainer:
             Learners(of_task[0].context.objective, tuple(job.config for job in of_task), self._heads)
             for of_task in groups
         ]
+
+
+def _batches(jobs: Sequence[JobState], *, steps_ahead: int = 0) -> list[JobBatch]:
+    """The next batch of every job, or one that comes ``steps_ahead`` later."""
+    return [(job, job.context.data.train, tuple(job.order.rows_of_step(job.step + steps_ahead))) for job in jobs]
 
 
 def _new_tally(context: TaskContext, split: EvaluationSplit) -> Tally:

@@ -74,6 +74,17 @@ class TokenSchedule:
             self._lengths_S[device] = upload(self.lengths, torch.int64, device)
         return self._lengths_S[device]
 
+    def copy_as(self, other: TokenSchedule) -> None:
+        """Copy to every device now what ``other`` has there."""
+        for device in other._tables:
+            self.table(device)
+        for device in other._slots_T:
+            self.slots_of_tokens(device)
+        for device in other._lengths_S:
+            self.lengths_of_segments(device)
+        for device in other._slots_S:
+            self.slots_of_segments(device)
+
     def without_dropout(self, slots: frozenset[int]) -> TokenSchedule:
         """The same tokens, without dropout for ``slots``; made once, as every layer reads it."""
         if slots not in self._undropped:
