@@ -101,7 +101,7 @@ def group_pass(number: int, in_features: int, out_features: tuple[int, ...], num
 
     def run() -> None:
         s_TQ = triton_backend.grouped_shrink(x_TK, operands, schedule)
-        triton_backend.fused_expand_add(s_TQ, operands, ys, schedule)
+        triton_backend.grouped_expand(s_TQ, operands, ys, schedule)
         ds_TQ = triton_backend.grouped_backward_input(ys, operands, x_TK, schedule)
         triton_backend.grouped_backward_weight(x_TK, s_TQ, ys, ds_TQ, operands, schedule)
 

@@ -77,7 +77,7 @@ class _Operands:
         ds_TQ = ops.grouped_backward_input(dys, lora, None, schedule)
         return {
             "grouped_shrink": lambda: ops.grouped_shrink(x_TK, lora, schedule),
-            "fused_expand_add": lambda: ops.fused_expand_add(s_TQ, lora, ys, schedule),
+            "grouped_expand": lambda: ops.grouped_expand(s_TQ, lora, ys, schedule),
             "grouped_backward_input": lambda: ops.grouped_backward_input(dys, lora, dx_TK, schedule),
             "grouped_backward_weight": lambda: ops.grouped_backward_weight(x_TK, s_TQ, dys, ds_TQ, lora, schedule),
         }
@@ -86,8 +86,8 @@ class _Operands:
         """What every op gives; of the narrow tensors the columns that are a slot's own."""
         calls = self.calls(ops)
         yield "grouped_shrink", self._own_columns(calls["grouped_shrink"]())
-        calls["fused_expand_add"]()
-        yield "fused_expand_add", self.ys
+        calls["grouped_expand"]()
+        yield "grouped_expand", self.ys
         yield "grouped_backward_input", [*self._own_columns(calls["grouped_backward_input"]()), self.dx_TK]
         calls["grouped_backward_weight"]()
         yield "grouped_backward_weight", [self.bank.grads_ZP]
@@ -146,7 +146,7 @@ def _work(case: OpCase, dtype: torch.dtype) -> dict[str, tuple[float, float]]:
     through_a, through_b = 2.0 * members * token_ranks * case.in_features, 2.0 * token_ranks * out_features
     return {
         "grouped_shrink": (x + a + s, through_a),
-        "fused_expand_add": (2 * ys + bs + s, through_b),
+        "grouped_expand": (2 * ys + bs + s, through_b),
         "grouped_backward_input": (ys + 2 * x + a + bs + s, through_a + through_b),
         "grouped_backward_weight": (x + ys + 2 * s + 2 * (a + bs), through_a + through_b),
     }

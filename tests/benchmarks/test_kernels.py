@@ -42,7 +42,7 @@ pytestmark = [
 
 CPU = torch.device("cpu")
 SMALL = ("--scale", "smoke", "--threads", "1")
-OPS = ("grouped_shrink", "fused_expand_add", "grouped_backward_input", "grouped_backward_weight")
+OPS = ("grouped_shrink", "grouped_expand", "grouped_backward_input", "grouped_backward_weight")
 SHARED = ROOT.parent / "shared"
 
 
@@ -189,8 +189,8 @@ class TestTheGate:
 
     @pytest.mark.usefixtures("few")
     def test_there_is_no_figure_of_ours_where_ours_is_wrong(self, monkeypatch, tmp_path):
-        right = torch_backend.fused_expand_add
-        monkeypatch.setattr(torch_backend, "fused_expand_add", lambda first, *rest: right(_off(first), *rest))
+        right = torch_backend.grouped_expand
+        monkeypatch.setattr(torch_backend, "grouped_expand", lambda first, *rest: right(_off(first), *rest))
         assert main([*SMALL, "--stages", "steps", "ops", "--out", str(tmp_path)]) == 1
         result = json.loads((tmp_path / "kernels-smoke.json").read_text(encoding="utf-8"))
         assert (result["gate"], result["figures"]) == ("failed", {})
@@ -271,7 +271,7 @@ def test_the_floor_of_an_op_counts_what_a_group_shares_once():
     assert {row["op"]: row["floor_us"] / 1e6 for row in rows} == pytest.approx(
         {
             "grouped_shrink": 4 * (x + a + s),
-            "fused_expand_add": 4 * (s + bs + 2 * ys),
+            "grouped_expand": 4 * (s + bs + 2 * ys),
             "grouped_backward_input": 4 * (ys + bs + s + a + 2 * x),
             "grouped_backward_weight": 4 * (x + ys + 2 * s + 2 * (a + bs)),
         }

@@ -113,10 +113,9 @@ class Case:
             [torch.einsum("tn,trn->tr", dy, b[slots_T]) for dy, b in zip(self.dys, bs, strict=True)], 1
         )
         ys = [
-            y_TN + scales_T1 * torch.einsum("tr,trn->tn", s_TMR[:, member], bs[member][slots_T])
-            for member, y_TN in enumerate(self.ys)
+            scales_T1 * torch.einsum("tr,trn->tn", s_TMR[:, member], b_ZRN[slots_T]) for member, b_ZRN in enumerate(bs)
         ]
-        dx_TK = self.dx_TK + self.mask() * scales_T1 * torch.einsum("tmr,tmkr->tk", ds_TMR, a_ZMKR[slots_T])
+        dx_TK = self.mask() * scales_T1 * torch.einsum("tmr,tmkr->tk", ds_TMR, a_ZMKR[slots_T])
         scaled_TZ = scales_T1 * one_hot(slots_T, len(self.group.ranks_ZM))
         da_ZMKR += torch.einsum("tz,tk,tmr->zmkr", scaled_TZ, dropped_TK, ds_TMR)
         for member, dy_TN in enumerate(self.dys):
@@ -148,8 +147,8 @@ def make_case(
         schedule=schedule,
         x_TK=draw(k),
         dys=[draw(n) for n in ns],
-        ys=[draw(n) for n in ns],
-        dx_TK=draw(k),
+        ys=[torch.full((schedule.num_tokens, n), NAN, dtype=torch.float64) for n in ns],
+        dx_TK=torch.full((schedule.num_tokens, k), NAN, dtype=torch.float64),
         strides=strides,
     )
 
@@ -225,10 +224,10 @@ class TestEveryOp:
     @BACKENDS
     @MANY
     @given(case=cases())
-    def test_fused_expand_add(self, ops: ModuleType, case: Case) -> None:
+    def test_grouped_expand(self, ops: ModuleType, case: Case) -> None:
         expected = case.expected()
         ys = [case.given(y_TN) for y_TN in case.ys]
-        ops.fused_expand_add(case.narrow(expected.s_TMR), case.operands, ys, case.schedule)
+        ops.grouped_expand(case.narrow(expected.s_TMR), case.operands, ys, case.schedule)
         for found, y_TN in zip(ys, expected.ys, strict=True):
             assert_same(found, y_TN)
 
@@ -276,7 +275,7 @@ def run(ops: ModuleType, case: Case, *, base: torch.dtype = torch.float64, bank:
     x_TK, dx_TK = (case.given(tensor.to(base)) for tensor in (case.x_TK, case.dx_TK))
     ys, dys = ([case.given(tensor.to(base)) for tensor in tensors] for tensors in (case.ys, case.dys))
     s_TQ = ops.grouped_shrink(x_TK, operands, case.schedule)
-    ops.fused_expand_add(s_TQ, operands, ys, case.schedule)
+    ops.grouped_expand(s_TQ, operands, ys, case.schedule)
     ds_TQ = ops.grouped_backward_input(dys, operands, dx_TK, case.schedule)
     ops.grouped_backward_weight(x_TK, s_TQ, dys, ds_TQ, operands, case.schedule)
     assert torch.equal(params_ZP.nan_to_num(), case.operands.params_ZP.to(bank).nan_to_num()), "parameters were written"
@@ -375,12 +374,13 @@ class TestTheComparisonBites:
         found = found._replace(ys=rotated(found.ys, -first))
         assert min(distances(mixed_case(), found)) > self.FAR
 
-    def test_zeros_and_what_nobody_added_to_are_far(self) -> None:
+    def test_zeros_and_gradients_nobody_added_to_are_far(self) -> None:
         case = mixed_case()
-        nothing = Found(*[torch.empty(0)] * 2, ys=case.ys, dx_TK=case.dx_TK, grads_ZP=case.operands.grads_ZP)
-        zeros = nothing._replace(
+        zeros = Found(
+            *[torch.empty(0)] * 2,
             ys=[torch.zeros_like(y_TN) for y_TN in case.ys],
             dx_TK=torch.zeros_like(case.dx_TK),
             grads_ZP=torch.zeros_like(case.operands.grads_ZP),
         )
+        nothing = zeros._replace(grads_ZP=case.operands.grads_ZP)
         assert min(distances(case, nothing) + distances(case, zeros)) > self.FAR

@@ -54,8 +54,9 @@ class Pass:
         def draw(width: int) -> Tensor:
             return torch.randint(-8, 9, (self.schedule.num_tokens, width), generator=generator).double() / 8
 
-        self.x_TK, self.dx_TK = draw(k), draw(k)
-        self.ys, self.dys = [draw(n) for n in ns], [draw(n) for n in ns]
+        self.x_TK, self.dys = draw(k), [draw(n) for n in ns]
+        # What an op writes it does not read.
+        self.dx_TK, *self.ys = (torch.full_like(draw(width), float("nan")) for width in (k, *ns))
 
     def run(
         self, ops: ModuleType, base: torch.dtype = torch.float64, bank: torch.dtype = torch.float64
@@ -66,7 +67,7 @@ class Pass:
         x_TK, dx_TK = self.x_TK.to(base, copy=True), self.dx_TK.to(base, copy=True)
         ys, dys = ([tensor.to(base, copy=True) for tensor in tensors] for tensors in (self.ys, self.dys))
         s_TQ = ops.grouped_shrink(x_TK, operands, self.schedule)
-        ops.fused_expand_add(s_TQ, operands, ys, self.schedule)
+        ops.grouped_expand(s_TQ, operands, ys, self.schedule)
         ds_TQ = ops.grouped_backward_input(dys, operands, dx_TK, self.schedule)
         ops.grouped_backward_weight(x_TK, s_TQ, dys, ds_TQ, operands, self.schedule)
         own_TQ = self.own_columns()
@@ -175,9 +176,9 @@ def test_adapters_that_lie_where_vectors_may_begin(ops: ModuleType) -> None:
             a_start, *b_starts, _ = accumulate(sizes, initial=0)
             operands.assign(slot, ranks, a_start, b_starts)
         assert operands.alignment == 8
-        dx_TK, ys = torch.zeros_like(x_TK), [torch.zeros_like(dy_TN) for dy_TN in dys]
+        dx_TK, ys = torch.full_like(x_TK, float("nan")), [torch.empty_like(dy_TN) for dy_TN in dys]
         s_TQ = backend.grouped_shrink(x_TK, operands, schedule)
-        backend.fused_expand_add(s_TQ, operands, ys, schedule)
+        backend.grouped_expand(s_TQ, operands, ys, schedule)
         ds_TQ = backend.grouped_backward_input(dys, operands, dx_TK, schedule)
         backend.grouped_backward_weight(x_TK, s_TQ, dys, ds_TQ, operands, schedule)
         return {"dx": dx_TK, "y": torch.cat(ys, 1), "gradients": operands.grads_ZP}

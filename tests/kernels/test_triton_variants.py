@@ -86,7 +86,7 @@ class Slots:
             x_TK = torch.zeros(sum(num_tokens), operands.in_features)
             ys = [torch.zeros(sum(num_tokens), width) for width in operands.out_features]
             s_TQ = self.ops.grouped_shrink(x_TK, operands, schedule)
-            self.ops.fused_expand_add(s_TQ, operands, ys, schedule)
+            self.ops.grouped_expand(s_TQ, operands, ys, schedule)
             ds_TQ = self.ops.grouped_backward_input(ys, operands, torch.zeros_like(x_TK), schedule)
             self.ops.grouped_backward_weight(x_TK, s_TQ, ys, ds_TQ, operands, schedule)
         norms = self.optimizer.gradient_norms(slots)

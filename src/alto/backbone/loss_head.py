@@ -46,8 +46,9 @@ class LogitAdapters(Protocol):
         """Its products with every job's own ``A``, ``[S, Q]``."""
         ...
 
-    def add(self, s_CQ: Tensor, logits_CV: Tensor, part: slice) -> None:
-        """Add the output of the adapters for the tokens ``part`` to the output of the frozen head, in place."""
+    def expand(self, s_CQ: Tensor, part: slice, dtype: torch.dtype) -> Tensor | None:
+        """The output of the adapters for the tokens ``part``, ``[C, V]``, to which that of the frozen head is added;
+        None where there is nothing to add to."""
         ...
 
     def backward(
@@ -117,8 +118,7 @@ class _AdaptedTokenLoss(torch.autograd.Function):
         s_SQ = adapters.shrink(x_SH)
         losses_S = hidden_SH.new_empty(hidden_SH.shape[0], dtype=torch.float32)
         for part in _chunks(hidden_SH, weight_VH):
-            logits = F.linear(hidden_SH[part], weight_VH, bias_V)
-            adapters.add(s_SQ[part], logits, part)
+            logits = _adapted_logits(hidden_SH, weight_VH, bias_V, adapters, s_SQ, part)
             log_probabilities = F.log_softmax(_capped(logits, scale, softcap), dim=1, dtype=torch.float32)
             losses_S[part] = log_probabilities.gather(1, targets_S[part, None]).squeeze(1).neg_()
         ctx.save_for_backward(hidden_SH, x_SH, s_SQ, targets_S, weight_VH, bias_V)
@@ -131,8 +131,7 @@ class _AdaptedTokenLoss(torch.autograd.Function):
         dhidden_SH = torch.empty_like(hidden_SH) if ctx.needs_input_grad[0] else None
         dx_SH = torch.empty_like(x_SH) if ctx.needs_input_grad[1] else None
         for part in _chunks(hidden_SH, weight_VH):
-            logits = F.linear(hidden_SH[part], weight_VH, bias_V)
-            ctx.adapters.add(s_SQ[part], logits, part)
+            logits = _adapted_logits(hidden_SH, weight_VH, bias_V, ctx.adapters, s_SQ, part)
             logits = _capped(logits, ctx.scale, ctx.softcap)
             log_probabilities = F.log_softmax(logits, dim=1, dtype=torch.float32)
             error = _error(log_probabilities, logits, targets_S[part, None], ctx.scale, ctx.softcap)
@@ -144,6 +143,18 @@ class _AdaptedTokenLoss(torch.autograd.Function):
             if dx_SH is not None:
                 dx_SH[part] = dx_CH
         return dhidden_SH, dx_SH, None, None, None, None, None, None, None
+
+
+def _adapted_logits(
+    hidden_SH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, adapters: LogitAdapters, s_SQ: Tensor, part: slice
+) -> Tensor:
+    """The output of head and adapters for the tokens ``part``, ``[C, V]``."""
+    change_CV = adapters.expand(s_SQ[part], part, hidden_SH.dtype)
+    if change_CV is None:
+        return F.linear(hidden_SH[part], weight_VH, bias_V)
+    if bias_V is not None:
+        change_CV += bias_V
+    return change_CV.addmm_(hidden_SH[part], weight_VH.T)
 
 
 def _chunks(hidden_SH: Tensor, weight_VH: Tensor) -> Iterator[slice]:

@@ -10,7 +10,7 @@ from alto.kernels.dora import (
 )
 from alto.kernels.dropout import DropoutKey
 from alto.kernels.forward_table import upload
-from alto.kernels.function import FrozenLayer, grouped_lora_linear
+from alto.kernels.function import FrozenLayer, added_linear, grouped_lora_linear
 from alto.kernels.noise import NoiseKey, TokenNoise
 from alto.kernels.operands import VECTOR_SIZE, LoraOperands
 from alto.kernels.row_parts import RowParts
@@ -32,6 +32,7 @@ __all__ = [
     "TokenNoise",
     "TokenSchedule",
     "adapted_norms",
+    "added_linear",
     "choose_backend",
     "dropped_inputs",
     "frozen_product",

@@ -11,23 +11,33 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from alto.kernels.operands import LoraOperands
 from alto.kernels.schedule import TokenSchedule
 
-__all__ = ["FrozenLayer", "grouped_lora_linear"]
+__all__ = ["FrozenLayer", "added_linear", "grouped_lora_linear"]
 
 
 class FrozenLayer(Protocol):
     """A frozen linear map of tokens."""
 
-    def forward(self, x_TK: Tensor) -> Tensor:
-        """Its output ``[T, N]``, a tensor of its own."""
+    def forward(self, x_TK: Tensor, y_TN: Tensor | None = None) -> Tensor:
+        """Its output ``[T, N]``, a tensor of its own, or added to ``y_TN`` in place where that is given."""
         ...
 
     def backward(self, dy_TN: Tensor, dx_TK: Tensor | None) -> Tensor:
         """The gradient towards its input ``[T, K]``, added to ``dx_TK`` in place where that is given."""
         ...
+
+
+def added_linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, y_TN: Tensor | None) -> Tensor:
+    """``x Wᵀ + bias``, added to ``y_TN`` in place where that is given."""
+    if y_TN is None:
+        return F.linear(x_TK, weight_NK, bias_N)
+    if bias_N is not None:
+        y_TN += bias_N
+    return y_TN.addmm_(x_TK, weight_NK.T)
 
 
 class _GroupedLoraLinear(torch.autograd.Function):
@@ -41,25 +51,29 @@ class _GroupedLoraLinear(torch.autograd.Function):
         schedule: TokenSchedule,
         ops: ModuleType,
     ) -> tuple[Tensor, ...]:
-        ys = tuple(base.forward(x_TK) for base in bases)
         ctx.bases, ctx.operands, ctx.schedule, ctx.ops = bases, operands, schedule, ops
-        if schedule.segments:
-            s_TQ = ops.grouped_shrink(x_TK, operands, schedule)
-            ops.fused_expand_add(s_TQ, operands, ys, schedule)
-            ctx.save_for_backward(x_TK, s_TQ)
-        return ys
+        ctx.is_adapted = any(slot in operands.slots for slot in schedule.slots)
+        if not ctx.is_adapted:
+            return tuple(base.forward(x_TK) for base in bases)
+        s_TQ = ops.grouped_shrink(x_TK, operands, schedule)
+        ctx.save_for_backward(x_TK, s_TQ)
+        ys = tuple(x_TK.new_empty(len(x_TK), width) for width in operands.out_features)
+        ops.grouped_expand(s_TQ, operands, ys, schedule)
+        return tuple(base.forward(x_TK, y_TN) for base, y_TN in zip(bases, ys, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
         dys = [gradient.contiguous() for gradient in gradients]
         dx_TK = None
+        if ctx.is_adapted:
+            x_TK, s_TQ = ctx.saved_tensors
+            dx_TK = torch.empty_like(x_TK) if ctx.needs_input_grad[0] else None
+            ds_TQ = ctx.ops.grouped_backward_input(dys, ctx.operands, dx_TK, ctx.schedule)
         if ctx.needs_input_grad[0]:
             # A quantised base dequantises its weight at each use: one at a time, and none is kept.
             for dy_TN, base in zip(dys, ctx.bases, strict=True):
                 dx_TK = base.backward(dy_TN, dx_TK)
-        if ctx.schedule.segments:
-            x_TK, s_TQ = ctx.saved_tensors
-            ds_TQ = ctx.ops.grouped_backward_input(dys, ctx.operands, dx_TK, ctx.schedule)
+        if ctx.is_adapted:
             ctx.ops.grouped_backward_weight(x_TK, s_TQ, dys, ds_TQ, ctx.operands, ctx.schedule)
         return dx_TK, None, None, None, None, None
 
@@ -75,7 +89,8 @@ def grouped_lora_linear(
     """``y[i] = base(x[i]) + scale_i · dropout_i(x[i]) a_i b_i`` for the tokens of every slot ``i`` in every member.
 
     The backward pass accumulates ``da``/``db`` into the bank and returns the input's gradient; the frozen weights
-    get none. Under a schedule without segments the tokens belong to no job, and only the frozen layers are applied.
+    get none. Where no slot of the schedule has an adapter here, only the frozen layers are applied; else each adds its
+    product to what the adapters have written, in its own GEMM.
 
     Args:
         x_TK: Input.

@@ -20,9 +20,9 @@ from alto.kernels.schedule import TokenSchedule
 
 __all__ = [
     "bank_adamw",
-    "fused_expand_add",
     "grouped_backward_input",
     "grouped_backward_weight",
+    "grouped_expand",
     "grouped_shrink",
     "row_norms",
 ]
@@ -50,33 +50,37 @@ def grouped_shrink(x_TK: Tensor, operands: LoraOperands, schedule: TokenSchedule
     return s_TQ
 
 
-def fused_expand_add(s_TQ: Tensor, operands: LoraOperands, ys: Sequence[Tensor], schedule: TokenSchedule) -> None:
-    """Add every slot's LoRA output to the base output of every member in place: ``y[i] += scale_i * s[i] @ b_i``.
+def grouped_expand(s_TQ: Tensor, operands: LoraOperands, ys: Sequence[Tensor], schedule: TokenSchedule) -> None:
+    """Write every slot's LoRA output for every member: ``y[i] = scale_i * s[i] @ b_i``, zeros where a slot does not
+    target a member.
 
-    Columns of ``s_TQ`` past a slot's own are never read.
+    The frozen product is added to it by its own GEMM, which needs no other pass over ``y``. Columns of ``s_TQ`` past a
+    slot's own are never read.
 
     Args:
         s_TQ: Result of :func:`grouped_shrink`.
         operands: The adapters of the group.
-        ys: Base output ``[T, N]`` of every member.
+        ys: Unwritten output ``[T, N]`` of every member.
         schedule: Tokens of every slot.
     """
     for (slot, start, end), scale in zip(schedule.segments, schedule.scales, strict=True):
+        for y_TN in ys:
+            y_TN[start:end] = 0.0
         if matrices := operands.slots.get(slot):
             for y_TN, b_RN, (first, last) in zip(ys, matrices.bs, matrices.columns, strict=True):
-                y_TN[start:end] += (scale * (s_TQ[start:end, first:last] @ b_RN)).to(y_TN.dtype)
+                y_TN[start:end] = scale * (s_TQ[start:end, first:last] @ b_RN)
 
 
 def grouped_backward_input(
     dys: Sequence[Tensor], operands: LoraOperands, dx_TK: Tensor | None, schedule: TokenSchedule
 ) -> Tensor:
-    """``ds[i] = dy[i] @ b_iᵀ``, the columns of every member times its ratio, and in place ``dx[i] +=
-    dropout_i(scale_i * ds[i] @ a_iᵀ)``.
+    """``ds[i] = dy[i] @ b_iᵀ``, the columns of every member times its ratio, and ``dx[i] = dropout_i(scale_i * ds[i] @
+    a_iᵀ)``, zeros where a slot targets no member.
 
     Args:
         dys: Upstream gradient ``[T, N]`` of every member.
         operands: The adapters of the group.
-        dx_TK: The base's input gradient to add to; None where the input needs no gradient.
+        dx_TK: Unwritten input gradient, to which the base adds its own; None where the input needs no gradient.
         schedule: Tokens of every slot.
 
     Returns:
@@ -84,13 +88,15 @@ def grouped_backward_input(
     """
     ds_TQ = operands.params_ZP.new_zeros(schedule.num_tokens, operands.max_width)
     for (slot, start, end), scale, key in zip(schedule.segments, schedule.scales, schedule.dropout, strict=True):
+        if dx_TK is not None:
+            dx_TK[start:end] = 0.0
         if matrices := operands.slots.get(slot):
             for dy_TN, b_RN, (first, last) in zip(dys, matrices.bs, matrices.columns, strict=True):
                 ds_TQ[start:end, first:last] = dy_TN[start:end].to(ds_TQ.dtype) @ b_RN.T
             _scale_members(ds_TQ[start:end], matrices)
             if dx_TK is not None:
                 dx = scale * (ds_TQ[start:end, : matrices.width] @ matrices.a_KQ.T)
-                dx_TK[start:end] += dropped(dx, key, operands.number).to(dx_TK.dtype)
+                dx_TK[start:end] = dropped(dx, key, operands.number)
     return ds_TQ
 
 

@@ -37,8 +37,8 @@ class _SlotEmbeddingChange(torch.autograd.Function):
         padding_idx: int | None,
     ) -> Tensor:
         s_TR = _factors(operands, schedule, factor) * _chosen_rows(ids_T, operands, schedule)
-        change_TH = s_TR.new_zeros(schedule.num_tokens, operands.out_features[0])
-        ops.fused_expand_add(s_TR, operands, [change_TH], schedule)
+        change_TH = s_TR.new_empty(schedule.num_tokens, operands.out_features[0])
+        ops.grouped_expand(s_TR, operands, [change_TH], schedule)
         ctx.save_for_backward(ids_T, s_TR)
         ctx.operands, ctx.schedule, ctx.ops, ctx.factor, ctx.padding_idx = operands, schedule, ops, factor, padding_idx
         return change_TH

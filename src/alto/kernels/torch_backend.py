@@ -18,9 +18,9 @@ from alto.kernels.schedule import TokenSchedule
 
 __all__ = [
     "bank_adamw",
-    "fused_expand_add",
     "grouped_backward_input",
     "grouped_backward_weight",
+    "grouped_expand",
     "grouped_shrink",
     "row_norms",
 ]
@@ -36,11 +36,12 @@ def grouped_shrink(x_TK: Tensor, operands: LoraOperands, schedule: TokenSchedule
     return s_TQ
 
 
-def fused_expand_add(s_TQ: Tensor, operands: LoraOperands, ys: Sequence[Tensor], schedule: TokenSchedule) -> None:
-    """See :func:`alto.kernels.reference.fused_expand_add`."""
+def grouped_expand(s_TQ: Tensor, operands: LoraOperands, ys: Sequence[Tensor], schedule: TokenSchedule) -> None:
+    """See :func:`alto.kernels.reference.grouped_expand`."""
+    _clear_unoccupied(operands, schedule, *ys)
     for own, scale, _, (s, *of_members) in _occupied(operands, schedule, s_TQ, *ys):
         for y, b_RN, (first, end) in zip(of_members, own.bs, own.columns, strict=True):
-            _add_product(y, _columns(s, first, end), b_RN, scale)
+            _write_product(y, _columns(s, first, end), b_RN, scale)
 
 
 def grouped_backward_input(
@@ -54,12 +55,13 @@ def grouped_backward_input(
             torch.mm(dy, b_NR, out=_columns(ds, first, end))
         _scale_members(ds, own)
     if dx_TK is not None:
+        _clear_unoccupied(operands, schedule, dx_TK)
         for own, scale, key, (ds, dx) in _occupied(operands, schedule, ds_TQ, dx_TK):
             ds = _columns(ds, 0, own.width)
             if key is None:
-                _add_product(dx, ds, own.a_QK, scale)
+                _write_product(dx, ds, own.a_QK, scale)
             else:
-                dx += dropped(torch.mm(ds, own.a_QK).mul_(scale), key, operands.number)
+                dx[:] = dropped(torch.mm(ds, own.a_QK).mul_(scale), key, operands.number)
     return ds_TQ
 
 
@@ -153,6 +155,14 @@ def _occupied(
             yield own, scale, key, of_slot
 
 
+def _clear_unoccupied(operands: LoraOperands, schedule: TokenSchedule, *tensors: Tensor) -> None:
+    """Write zeros for the tokens of slots that have no adapter here."""
+    for slot, start, end in schedule.segments:
+        if slot not in operands.slots:
+            for tensor in tensors:
+                tensor[start:end].zero_()
+
+
 def _columns(x: Tensor, first: int, end: int) -> Tensor:
     """Columns ``[first, end)``; ``x`` itself where these are all: a view for every slot and op takes time."""
     return x if end - first == x.shape[1] else x.narrow(1, first, end - first)
@@ -162,6 +172,14 @@ def _scale_members(narrow: Tensor, own: SlotMatrices) -> None:
     """Multiply the columns of every member by its ratio; nothing to do where all are 1."""
     for ratio, (first, end) in zip(own.ratios, own.columns, strict=False):
         _columns(narrow, first, end).mul_(ratio)
+
+
+def _write_product(target: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
+    """``target = scale * left @ right``, in one GEMM where the dtypes agree."""
+    if target.dtype == left.dtype:
+        torch.addmm(target, left, right, beta=0, alpha=scale, out=target)
+    else:
+        target.copy_(torch.mm(left, right).mul_(scale))
 
 
 def _add_product(target: Tensor, left: Tensor, right: Tensor, scale: float) -> None:

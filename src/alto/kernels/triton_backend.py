@@ -38,9 +38,9 @@ from alto.kernels.triton_launch import ceil_div, launch
 
 __all__ = [
     "bank_adamw",
-    "fused_expand_add",
     "grouped_backward_input",
     "grouped_backward_weight",
+    "grouped_expand",
     "grouped_shrink",
     "row_norms",
 ]
@@ -76,8 +76,8 @@ def grouped_shrink(x_TK: Tensor, operands: LoraOperands, schedule: TokenSchedule
     return s_TQ
 
 
-def fused_expand_add(s_TQ: Tensor, operands: LoraOperands, ys: Sequence[Tensor], schedule: TokenSchedule) -> None:
-    """See :func:`alto.kernels.reference.fused_expand_add`; the sum is rounded once, to the dtype of ``ys``."""
+def grouped_expand(s_TQ: Tensor, operands: LoraOperands, ys: Sequence[Tensor], schedule: TokenSchedule) -> None:
+    """See :func:`alto.kernels.reference.grouped_expand`."""
     bank = operands.params_ZP
     assert s_TQ.shape == (schedule.num_tokens, operands.max_width)
     assert s_TQ.stride(1) == 1
@@ -107,7 +107,7 @@ def grouped_backward_input(
         _write_ds(dys, operands, ds_TQ, schedule)
         _scale_members(ds_TQ, operands, schedule)
         if dx_TK is not None:
-            _add_to_dx(ds_TQ, operands, dx_TK, schedule)
+            _write_dx(ds_TQ, operands, dx_TK, schedule)
     return ds_TQ
 
 
@@ -265,7 +265,7 @@ def _write_ds(dys: Sequence[Tensor], operands: LoraOperands, ds_TQ: Tensor, sche
         )
 
 
-def _add_to_dx(ds_TQ: Tensor, operands: LoraOperands, dx_TK: Tensor, schedule: TokenSchedule) -> None:
+def _write_dx(ds_TQ: Tensor, operands: LoraOperands, dx_TK: Tensor, schedule: TokenSchedule) -> None:
     assert dx_TK.shape == (schedule.num_tokens, operands.in_features)
     bank, table, places_Z = operands.params_ZP, schedule.table(dx_TK.device), operands.table()
     config = expand_config(dx_TK.dtype, bank.dtype)

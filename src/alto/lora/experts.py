@@ -19,9 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from alto.kernels import LoraOperands, TokenSchedule, grouped_lora_linear
+from alto.kernels import LoraOperands, TokenSchedule, added_linear, grouped_lora_linear
 from alto.lora.bank import AdapterBank
 from alto.lora.injected import InjectedModule
 from alto.lora.layout import TargetModule
@@ -158,23 +157,25 @@ class _FrozenExperts:
         self._key = key
         self._spans = list(enumerate(itertools.pairwise(itertools.accumulate(tokens, initial=0))))
 
-    def forward(self, x_SK: Tensor) -> Tensor:
+    def forward(self, x_SK: Tensor, y_SN: Tensor | None = None) -> Tensor:
         weight_E, bias_EN = getattr(self._base, self._key), self._bias()
-        y_SN = x_SK.new_empty(x_SK.shape[0], weight_E.shape[2 if self._base.is_transposed else 1])
+        if y_SN is None:
+            y_SN = x_SK.new_zeros(x_SK.shape[0], weight_E.shape[2 if self._base.is_transposed else 1])
         for expert, (first, end) in self._spans:
             if first < end:
                 weight_NK = weight_E[expert].T if self._base.is_transposed else weight_E[expert]
-                y_SN[first:end] = F.linear(x_SK[first:end], weight_NK, None if bias_EN is None else bias_EN[expert])
+                bias_N = None if bias_EN is None else bias_EN[expert]
+                added_linear(x_SK[first:end], weight_NK, bias_N, y_SN[first:end])
         return y_SN
 
     def backward(self, dy_SN: Tensor, dx_SK: Tensor | None) -> Tensor:
-        assert dx_SK is None, "projections of experts share no input"
         weight_E = getattr(self._base, self._key)
-        dx_SK = dy_SN.new_empty(dy_SN.shape[0], weight_E.shape[1 if self._base.is_transposed else 2])
+        if dx_SK is None:
+            dx_SK = dy_SN.new_zeros(dy_SN.shape[0], weight_E.shape[1 if self._base.is_transposed else 2])
         for expert, (first, end) in self._spans:
             if first < end:
                 weight_NK = weight_E[expert].T if self._base.is_transposed else weight_E[expert]
-                torch.mm(dy_SN[first:end], weight_NK, out=dx_SK[first:end])
+                dx_SK[first:end].addmm_(dy_SN[first:end], weight_NK)
         return dx_SK
 
     def _bias(self) -> Tensor | None:

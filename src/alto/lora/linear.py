@@ -9,11 +9,10 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from alto.errors import UnsupportedModelError
-from alto.kernels import LoraOperands, SlotTensors, TokenSchedule, slot_bias_change
+from alto.kernels import LoraOperands, SlotTensors, TokenSchedule, added_linear, slot_bias_change
 from alto.lora.adapted_weight import AdaptedWeight
 from alto.lora.bank import AdapterBank
 from alto.lora.dora import Dora
@@ -173,8 +172,8 @@ class FrozenWeight:
         bias: Tensor | None = self._base.bias
         return bias
 
-    def forward(self, x_TK: Tensor) -> Tensor:
-        return F.linear(x_TK, self.weight, self.bias)
+    def forward(self, x_TK: Tensor, y_TN: Tensor | None = None) -> Tensor:
+        return added_linear(x_TK, self.weight, self.bias, y_TN)
 
     def backward(self, dy_TN: Tensor, dx_TK: Tensor | None) -> Tensor:
         return dy_TN @ self.weight if dx_TK is None else dx_TK.addmm_(dy_TN, self.weight)

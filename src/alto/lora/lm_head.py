@@ -192,9 +192,11 @@ class _HeadAdapters:
         s_SQ: Tensor = self._ops.grouped_shrink(x_SH, self._operands, self._part(0, self._schedule.num_tokens))
         return s_SQ
 
-    def add(self, s_CQ: Tensor, logits_CV: Tensor, part: slice) -> None:
-        """Add the output of the adapters for the tokens ``part`` to the output of the frozen head, in place."""
-        self._ops.fused_expand_add(s_CQ, self._operands, [logits_CV], self._part(part.start, part.stop))
+    def expand(self, s_CQ: Tensor, part: slice, dtype: torch.dtype) -> Tensor:
+        """The output of the adapters for the tokens ``part``, ``[C, V]``."""
+        change_CV = s_CQ.new_empty(len(s_CQ), self._operands.out_features[0], dtype=dtype)
+        self._ops.grouped_expand(s_CQ, self._operands, [change_CV], self._part(part.start, part.stop))
+        return change_CV
 
     def backward(
         self, x_CH: Tensor, s_CQ: Tensor, dlogits_CV: Tensor, dloss_C: Tensor, part: slice, *, needs_input: bool
@@ -203,7 +205,7 @@ class _HeadAdapters:
 
         The gradient towards a loss may be far below the range of 16 bits, and is multiplied in last."""
         schedule, operands = self._part(part.start, part.stop), self._operands
-        dx_CH = torch.zeros_like(x_CH) if needs_input else None
+        dx_CH = torch.empty_like(x_CH) if needs_input else None
         ds_CQ = self._ops.grouped_backward_input([dlogits_CV], operands, dx_CH, schedule)
         dloss_C1 = dloss_C[:, None].to(ds_CQ.dtype)
         self._ops.grouped_backward_weight(x_CH, s_CQ * dloss_C1, [dlogits_CV], ds_CQ * dloss_C1, operands, schedule)
@@ -240,8 +242,8 @@ class _OwnHead:
         """No columns."""
         return x_SH[:, :0]
 
-    def add(self, s_CQ: Tensor, logits_CV: Tensor, part: slice) -> None:
-        """Add nothing."""
+    def expand(self, s_CQ: Tensor, part: slice, dtype: torch.dtype) -> None:
+        """Nothing."""
 
     def backward(
         self, x_CH: Tensor, s_CQ: Tensor, dlogits_CV: Tensor, dloss_C: Tensor, part: slice, *, needs_input: bool

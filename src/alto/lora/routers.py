@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from alto.kernels import LoraOperands, grouped_lora_linear
+from alto.kernels import LoraOperands, added_linear, grouped_lora_linear
 from alto.lora.adapted_weight import AdaptedWeight
 from alto.lora.bank import AdapterBank
 from alto.lora.injected import InjectedModule
@@ -98,8 +97,8 @@ class _GivenWeight:
         self._weight_NK = weight_NK
         self._bias_N = bias_N
 
-    def forward(self, x_TK: Tensor) -> Tensor:
-        return F.linear(x_TK, self._weight_NK, self._bias_N)
+    def forward(self, x_TK: Tensor, y_TN: Tensor | None = None) -> Tensor:
+        return added_linear(x_TK, self._weight_NK, self._bias_N, y_TN)
 
     def backward(self, dy_TN: Tensor, dx_TK: Tensor | None) -> Tensor:
         return dy_TN @ self._weight_NK if dx_TK is None else dx_TK.addmm_(dy_TN, self._weight_NK)

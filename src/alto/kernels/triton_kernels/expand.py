@@ -1,4 +1,7 @@
-"""``wide[i] += scale_i * narrow[i] @ weight_i``: every slot's up-projection, added to the base output."""
+"""``wide[i] = scale_i * narrow[i] @ weight_i``: every slot's up-projection.
+
+The frozen GEMM adds its product to what is written here: so no kernel reads and writes all outputs once more. Tokens of
+a slot without ranks get zeros."""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ def expand_kernel(
     ACCUMULATOR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """``y[i] += scale_i * s[i] @ b_i`` of up to three members. Grid: tiles of all members, blocks of tokens.
+    """``y[i] = scale_i * s[i] @ b_i`` of up to three members. Grid: tiles of all members, blocks of tokens.
 
     Args:
         first_place: Where the first of the members begins in a row of ``places_Z``.
@@ -54,8 +57,6 @@ def expand_kernel(
     place = places_Z + slot * stride_place + first_place + 3 * member
     column = tl.multiple_of(tl.load(place), ALIGNMENT)
     rank = tl.multiple_of(tl.load(place + 1).to(tl.int32), ALIGNMENT)
-    if rank == 0:
-        return
     b_start = tl.multiple_of(slot * stride_z + tl.load(place + 2), ALIGNMENT)
     num_wide = of_member(member, num_0, num_1, num_2)
     stride_y_t = of_member(member, stride_0_t, stride_1_t, stride_2_t)
@@ -109,15 +110,13 @@ def dx_kernel(
     ACCUMULATOR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """``dx[i] += dropout_i(scale_i * ds[i] @ a_iᵀ)``. Grid: tiles of ``BLOCK_W`` features, blocks of tokens."""
+    """``dx[i] = dropout_i(scale_i * ds[i] @ a_iᵀ)``. Grid: tiles of ``BLOCK_W`` features, blocks of tokens."""
     first_wide = tl.program_id(0) * BLOCK_W
     block = blocks_B6 + 6 * tl.program_id(1)
     slot = tl.load(block).to(tl.int64)
     first = tl.load(block + 1)
     place = places_Z + slot * stride_place
     width = tl.multiple_of(tl.load(place).to(tl.int32), ALIGNMENT)
-    if width == 0:
-        return
     a_start = tl.multiple_of(slot * stride_z + tl.load(place + 1), ALIGNMENT)
     _expand_by_own_tile(
         ds_TQ + first.to(tl.int64) * stride_ds_t,
@@ -228,8 +227,6 @@ def _expand(
     ranks = tl.arange(0, BLOCK_R)
     wide_TW += t * stride_wide_t + w * stride_wide_w
     mask = (t < num_tokens) & (w < num_wide)
-    # Loaded before the product is formed, so that both overlap.
-    wide = tl.load(wide_TW, mask=mask, other=0.0)
     total = tl.zeros((BLOCK_T, BLOCK_W), dtype=ACCUMULATOR)
     for first_rank in range(0, num_narrow, BLOCK_R):
         r = first_rank + ranks
@@ -248,4 +245,4 @@ def _expand(
     if DROPOUT:
         keys = token_keys(tl.load(block + 4), number, tl.load(block + 3) + t)
         total = tl.where(is_kept(keys, w, tl.load(block + 5)), total, 0.0)
-    tl.store(wide_TW, (wide.to(ACCUMULATOR) + total * factor.to(ACCUMULATOR)).to(wide.dtype), mask=mask)
+    tl.store(wide_TW, (total * factor.to(ACCUMULATOR)).to(wide_TW.dtype.element_ty), mask=mask)
