@@ -350,7 +350,7 @@ def test_keys_that_ask_for_nothing_are_not_reported(folder: Path, keys: dict[str
         ({"datasets": "a/b"}, SpecError, "datasets: expected a list of mappings"),
         ({"special_tokens": ["<x>"]}, SpecError, "special_tokens: expected a mapping"),
         ({"optimizer": "muon"}, SpecError, "optim "),
-        ({"num_epochs": 1.5}, SpecError, "num_train_epochs .* found 1.5"),
+        ({"num_epochs": -1.5}, SpecError, "num_train_epochs .* found -1.5"),
         ({"datasets": None}, SpecError, "expected a dataset, found none. Give it with --set dataset=NAME"),
     ],
 )

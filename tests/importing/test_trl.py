@@ -109,7 +109,11 @@ def test_datasets_are_a_mixture(folder: Path) -> None:
         {"path": "a/b", "name": "en", "split": "train_sft", "fraction": 0.7},
         {"path": "json", "data_files": "data/chat_messages.jsonl", "fraction": 0.3},
     ]
-    sources = task(folder, datasets=entries, test_split_size=0.2).task
+    found = task(folder, datasets=entries, test_split_size=0.2)
+    sources = found.task
+    said = [note.text for note in found.files[0].notes if note.key.endswith(".fraction")]
+    assert len(said) == 2
+    assert "TRL trains on the first rows of each, so few that none repeats" in said[0]
     assert [(source.path, source.weight, source.dataset_train_split) for source in sources.sources] == [
         ("a/b", 0.7, "train_sft"),
         (str(folder / "data" / "chat_messages.jsonl"), 0.3, None),
@@ -271,3 +275,20 @@ def test_use_peft_alone_has_the_adapter_of_trl(folder: Path) -> None:
 def test_orpo_has_the_learning_rate_of_trl(folder: Path) -> None:
     made = task(folder, "method=orpo", assistant_only_loss=None, beta=0.2)
     assert (made.task.method, made.task.jobs[0].config.learning_rate) == ("orpo", 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("loss", "kept", "said"),
+    [
+        ("sigmoid", 0.0, "TRL has none with loss_type: sigmoid"),
+        (["sigmoid", "sft"], 0.0, "TRL has none with loss_type: sigmoid"),
+        ("robust", 0.1, None),
+        (["sigmoid", "robust"], 0.1, "TRL leaves it out of the part loss_type: sigmoid"),
+    ],
+)
+def test_label_smoothing_is_that_of_trl(folder: Path, loss: Any, kept: float, said: str | None) -> None:
+    """``DPOTrainer._compute_loss`` of TRL 1.16 has it in ``robust`` and ``exo_pair`` alone."""
+    found = task(folder, beta=0.2, loss_type=loss, label_smoothing=0.1)
+    assert {job.config.objective.label_smoothing for job in found.task.jobs} == {kept}
+    notes = [str(note) for note in found.files[0].notes if note.key == "label_smoothing"]
+    assert [said in note for note in notes] == ([True] if said else [])

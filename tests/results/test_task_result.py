@@ -52,6 +52,21 @@ def test_a_run_is_read_back_as_the_engine_returned_it(result: alto.TaskResult) -
     assert alto.load_run(result.run_dir) == result
 
 
+def test_printed_it_is_its_table_of_jobs_and_its_representation_is_a_line(
+    result: alto.TaskResult, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    lines = str(result).splitlines()
+    assert max(map(len, lines)) <= 100
+    assert "\x1b" not in str(result)
+    assert [line.split()[1] for line in lines if line.startswith("★")] == [result.best_job]
+    assert sum(job.job in str(result) for job in result.job_results) == 4
+    assert repr(result) == (
+        f"TaskResult(task='sums', best_job='{result.best_job}', "
+        f"best_validation_loss={result.best_validation_loss:.6g}, jobs=4, run_dir='{result.run_dir}')"
+    )
+
+
 def test_every_job_is_a_row_with_its_configuration_and_the_best_comes_first(result: alto.TaskResult) -> None:
     frame = result.jobs
     assert frame.index[0] == result.best_job

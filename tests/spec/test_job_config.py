@@ -129,7 +129,7 @@ OUTSIDE = {
     "r": [0, 1025, 8.5],
     "lora_dropout": [-0.1, 1.0],
     "loraplus_lr_ratio": [0, -1.0],
-    "num_train_epochs": [0, 10**9 + 1, 2.5],
+    "num_train_epochs": [0, -0.5, 10**9 + 1, float("nan")],
     "max_steps": [0, -1, 10**9 + 1, 1.5],
     "lr_scheduler_type": ["step", 1],
     "warmup_steps": [-1, 10**9 + 1],
@@ -354,6 +354,17 @@ def trained_rows(config, num_rows):
     epochs = config.num_train_epochs if config.max_steps is None else config.max_steps
     sizes = [len(batch) for _ in range(epochs) for batch in loader]
     return sizes[: config.max_steps]
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [(0.01, 1), (0.5, 4), (1.5, 11), (2, 14), (2.0, 14)])
+def test_a_part_of_an_epoch_has_the_steps_of_hf_trainer(epochs, steps):
+    """27 rows, 4 a step: 7 steps an epoch; rounded up as transformers.Trainer.set_initial_training_values does."""
+    config = JobConfig(per_device_train_batch_size=4, num_train_epochs=epochs)
+    assert config.total_steps(27) == steps
+    assert config.samples_after(11, 27) == 27 + 4 * 4
+    assert config.to_dict()["num_train_epochs"] == epochs
+    assert JobConfig(num_train_epochs=2.0) == JobConfig(num_train_epochs=2)
+    assert str(JobConfig(num_train_epochs=2.0).num_train_epochs) == "2"
 
 
 @settings(max_examples=examples(50))

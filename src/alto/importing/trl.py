@@ -110,9 +110,27 @@ def read_trl(draft: Draft, method_name: str | None) -> None:
     read_adapter(draft, has_defaults=use_peft is True)
     if name == "cpo":
         _read_cpo(draft)
+    if name == "dpo":
+        leave_out_smoothing(draft, "label_smoothing")
     draft.pass_on(_ANSWERS, method)
     set_defaults(draft, {"learning_rate": _LEARNING_RATES.get(name, 2e-5), "per_device_train_batch_size": 8})
     compares_replies_as_tool(draft, method, drops_out=drops_out)
+
+
+def leave_out_smoothing(draft: Draft, key: str) -> None:
+    """Leave out the label smoothing of DPO under ``key`` where TRL's trainer does not look at it."""
+    loss = draft.given.get("loss_type") or "sigmoid"
+    names = set(map(str, loss if isinstance(loss, list | tuple) else [loss]))
+    value = draft.given.get(key)
+    if not value or "sigmoid" not in names:
+        return
+    if names & {"robust", "exo_pair"}:
+        draft.used(key, "label_smoothing; TRL leaves it out of the part loss_type: sigmoid, ALTO does not")
+        return
+    draft.take(key)
+    draft.not_needed(
+        key, f"TRL has none with loss_type: sigmoid; ALTO smooths it as cDPO does with --set label_smoothing={value}"
+    )
 
 
 def _read_cpo(draft: Draft) -> None:
@@ -191,6 +209,12 @@ def _entry(draft: Draft, item: Any, index: int) -> Source:
     if item.get("columns") is not None:
         draft.not_needed(f"{where}.columns", "columns without a role are not read")
     draft.report_unread(item, _KEYS_OF_A_DATASET, where)
+    if item.get("fraction") is not None:
+        draft.used(
+            f"{where}.fraction",
+            "weight, its share of every epoch; an epoch has as many rows as all datasets together, and small ones "
+            "repeat; TRL trains on the first rows of each, so few that none repeats",
+        )
     source = Source(
         path=readable_path(draft, files or path, where),
         config=item.get("name"),

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 __all__ = ["TaskResult", "load_run"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TaskResult:
     """The result of one task: its best adapter, every job, and its run directory.
 
-    What is not in :attr:`outcome` is read from the run directory when it is asked for. In a terminal with rich, and in
-    a notebook, a result shows its table of jobs; in a notebook its curves too.
+    What is not in :attr:`outcome` is read from the run directory when it is asked for. Printed, and in a notebook, a
+    result shows its table of jobs; in a notebook its curves too.
 
     Attributes:
         outcome: The facts, as plain values.
@@ -249,6 +249,20 @@ class TaskResult:
         """
         other = other if isinstance(other, TaskResult) else load_run(other)
         return compare(self.outcome, self.history, other.outcome, other.history)
+
+    def __repr__(self) -> str:
+        validated = "" if self.refit_of else f", best_validation_loss={self.best_validation_loss:.6g}"
+        return (
+            f"TaskResult(task={self.task!r}, best_job={self.best_job!r}{validated}, "
+            f"jobs={len(self.job_results)}, run_dir={self.run_dir!r})"
+        )
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        with (console := Console(no_color=True, highlight=False)).capture() as text:
+            console.print(self)
+        return text.get().rstrip()
 
     def __rich__(self) -> RenderableType:
         from alto.export import final_summary

@@ -151,7 +151,9 @@ class JobConfig(SpecModel):
         default=None, ge=0, description="weight of the loss that balances the load of experts; as TRL by default"
     )
     loraplus_lr_ratio: float = Field(default=1.0, gt=0, description="learning rate of B over that of A (LoRA+)")
-    num_train_epochs: int = Field(default=3, ge=1, le=_MAX_STEPS, description="epochs over the training rows")
+    num_train_epochs: float = Field(
+        default=3, gt=0, le=_MAX_STEPS, description="epochs over the training rows; steps are rounded up"
+    )
     max_steps: int | None = Field(default=None, ge=1, le=_MAX_STEPS, description="steps; overrides num_train_epochs")
     lr_scheduler_type: LrSchedulerType = Field(default="linear", description="course of the learning rate")
     lr_scheduler_kwargs: _SchedulerKwargs = Field(default=(), description="settings of that course")
@@ -308,11 +310,11 @@ class JobConfig(SpecModel):
     def _choose_a_spelling(cls, value: Any) -> Any:
         return supported_optimizer(value)
 
-    @field_validator("num_train_epochs", mode="before")
+    @field_validator("num_train_epochs", mode="after")
     @classmethod
-    def _accept_whole_float(cls, value: Any) -> Any:
-        # Hugging Face types this field as a float, so existing files have 3.0.
-        return int(value) if isinstance(value, float) and value.is_integer() else value
+    def _keep_whole_numbers(cls, value: float) -> float:
+        # Hugging Face types this field as a float: 3.0 and 3 are one configuration, and are shown as 3.
+        return int(value) if value.is_integer() else value
 
     @field_validator("mixture_weights", mode="before")
     @classmethod
@@ -400,8 +402,9 @@ class JobConfig(SpecModel):
         return math.ceil(num_rows / self.rows_per_step)
 
     def total_steps(self, num_rows: int) -> int:
-        """Steps of the whole job if nothing ends it early."""
-        return self.max_steps or self.num_train_epochs * self.steps_per_epoch(num_rows)
+        """Steps of the whole job if nothing ends it early; those of a part of an epoch are rounded up, as HF's Trainer
+        does."""
+        return self.max_steps or math.ceil(self.num_train_epochs * self.steps_per_epoch(num_rows))
 
     def samples_after(self, step: int, num_rows: int) -> int:
         """Rows trained on after ``step`` steps, repeats over epochs counted."""

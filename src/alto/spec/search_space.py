@@ -27,6 +27,9 @@ MAX_JOBS = 10_000
 _OPEN = 8
 """Values that a range without ``num`` counts as, where the size of a search space decides how many are tried."""
 
+_NUMBERS_THAT_MAY_BE_WHOLE = frozenset({"num_train_epochs", "warmup_steps"})
+"""Fields that take fractions, of which a range between whole numbers has whole numbers alone."""
+
 _PAIRED = "paired"
 _SAMPLED_FIELDS = ("min", "max", "log", "num")
 
@@ -316,7 +319,7 @@ def _pairing(value: object, path: str, method: Method) -> tuple[Axis, ...]:
 
 def _values(key: str, value: object, path: str, method: Method) -> Any:
     """What a distribution of another package stands for."""
-    return as_values(value, path, is_integer=int in _kinds(key, method) or key == "warmup_steps")
+    return as_values(value, path, is_integer=int in _kinds(key, method) or key in _NUMBERS_THAT_MAY_BE_WHOLE)
 
 
 def _axis(key: str, value: object, path: str, method: Method, *, may_repeat: bool = False) -> Axis:
@@ -400,7 +403,7 @@ def _sampled(key: str, given: Mapping[Any, Any], path: str, method: Method) -> S
             f"{path} needs min > 0 to be sampled in the logarithm, found {quoted(low)}. Raise it, or drop 'log'."
         )
     # Steps of warmup are a number in a range of whole numbers, and a share in another.
-    is_integer = int in kinds or (key == "warmup_steps" and isinstance(low, int) and isinstance(high, int))
+    is_integer = int in kinds or (key in _NUMBERS_THAT_MAY_BE_WHOLE and isinstance(low, int) and isinstance(high, int))
     if is_integer and num is not None and num > high - low + 1:
         raise SpecError(
             f"{path} should draw at most as many values as there are, {high - low + 1} from {low} to {high}, "
