@@ -362,3 +362,9 @@ def test_a_vision_language_model_is_loaded_for_rows_of_text(tmp_path: Path) -> N
     assert loading_class(BaseModelSpec(id=str(tmp_path))) == "AutoModelForImageTextToText"
     assert loading_class(BaseModelSpec(id="alto-tiny")) == "AutoModelForCausalLM"
     assert [module.name for module in linear_modules(build_skeleton(BaseModelSpec(id=str(tmp_path))))] == names
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "../nowhere", "/nowhere/at/all", "~/nowhere"])
+def test_a_path_that_is_not_there_is_told_as_a_path(name: str) -> None:
+    with pytest.raises(ModelNotFoundError, match=r"found no such folder; check the path$"):
+        load_backbone(BaseModelSpec(id=name))

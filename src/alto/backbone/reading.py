@@ -56,6 +56,10 @@ def reading(model: str, path: str, what: str, remedy: str) -> Iterator[None]:
     except ModelError:
         raise
     except OSError as error:
+        if not is_local and model.startswith((".", "/", "~")):
+            raise ModelNotFoundError(
+                f"model: expected {what} in {model!r}, found no such folder; check the path"
+            ) from error
         remedy = remedy if is_local else "check the spelling, or download it first"
         raise ModelNotFoundError(
             f"model: expected {what} in {model!r}, found that it cannot be read ({_short(error)}); {remedy}"
