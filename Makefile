@@ -58,6 +58,7 @@ docs: $(VENV)/.dev ## Write the generated pages anew: docs/{reference,events,ben
 	$(BIN)/python tools/make_reference.py
 	$(BIN)/python tools/make_event_docs.py
 	$(BIN)/python tools/make_benchmark_docs.py
+	$(BIN)/python tools/make_kernel_docs.py
 	$(BIN)/python tools/make_template_docs.py
 	$(BIN)/python tools/make_model_docs.py
 

@@ -43,7 +43,7 @@ __all__ = [
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS_DIR = ROOT / "benchmarks" / "results"
-SCALES = ("smoke", "cpu", "gpu")
+SCALES = ("smoke", "cpu", "gpu", "model")
 GATES = ("passed", "partly passed", "failed")
 PACKAGES = ("torch", "triton", "transformers", "peft", "trl", "accelerate", "ortools", "alto-lora")
 

@@ -12,6 +12,7 @@ under any.
 from __future__ import annotations
 
 import argparse
+import math
 import multiprocessing
 import os
 import re
@@ -37,6 +38,7 @@ from alto.kernels.triton_config import (
     adamw_config,
     backward_weight_config,
     expand_config,
+    narrow_dtype,
     shrink_config,
     square_sums_config,
     total_norms_config,
@@ -63,6 +65,8 @@ DTYPES = {
     ]
 }
 """Dtypes of base and bank."""
+SHARED_OF_SM = {80: 164 * 1024, 90: 228 * 1024, 100: 228 * 1024}
+"""Bytes of shared memory of a multiprocessor."""
 SHARED_LIMIT = 99 * 1024
 """Bytes of shared memory that a program may have on the smallest GPUs from sm_80 on."""
 
@@ -133,6 +137,9 @@ class Build:
         if name.startswith(("x_", "y_", "dx_", "dy_")):
             assert self.wide is not None
             return POINTERS[self.wide]
+        if name in ("s_TQ", "ds_TQ"):
+            assert self.wide is not None
+            return POINTERS[narrow_dtype(self.wide, self.bank)]
         if name.startswith(("blocks_", "segments_")):
             return "*i32"
         if name.startswith(("places_", "rows_")):
@@ -192,7 +199,18 @@ def compile_build(build: Build) -> Usage:
 
 
 def line(build: Build, usage: Usage) -> str:
-    return f"{build.name} {usage.registers} | {usage.spilled} | {usage.shared / 1024:.1f} |"
+    programs = resident_programs(usage, build.config.num_warps, build.arch)
+    return f"{build.name} {usage.registers} | {usage.spilled} | {usage.shared / 1024:.1f} | {programs} |"
+
+
+def resident_programs(usage: Usage, num_warps: int, arch: int) -> int:
+    """Programs that a multiprocessor holds at a time, by registers, shared memory and warps; from NVIDIA's table of
+    compute capabilities: registers are given to a warp in units of 256, and a program takes 1 KiB of shared memory
+    beside its own."""
+    registers_of_warp = math.ceil(usage.registers * 32 / 256) * 256
+    by_registers = 65536 // (registers_of_warp * num_warps)
+    by_shared = SHARED_OF_SM[arch] // (usage.shared + 1024)
+    return min(by_registers, by_shared, 64 // num_warps)
 
 
 def page(lines: Iterable[str]) -> str:
@@ -210,8 +228,8 @@ def page(lines: Iterable[str]) -> str:
             "launches of `grouped_backward_input`, `da` and `db` those of `grouped_backward_weight`, `square sums` and",
             "`total norms` those of `row_norms`. Adapters lie where vectors may begin, as of ranks divisible by 8.",
             "",
-            "| op | base / bank | tiles | warps | stages | sm | registers | spilled bytes | shared KiB |",
-            "|---|---|---|---:|---:|---:|---:|---:|---:|",
+            "| op | base / bank | tiles | warps | stages | sm | registers | spilled bytes | shared KiB | per SM |",
+            "|---|---|---|---:|---:|---:|---:|---:|---:|---:|",
             *lines,
             "",
         ]

@@ -23,7 +23,7 @@ TOPICS = {
     "search": ("Four searches of one space, against Optuna around PEFT", ("cpu",)),
     "dpo": ("Preference tuning: 40 LoRA configurations with DPO", ("cpu",)),
     "shared_prompts": ("Preference pairs whose prompt goes through the model once", ("cpu",)),
-    "kernels": ("One training step of many adapters", ("cpu", "gpu")),
+    "kernels": ("One training step of many adapters", ("cpu", "gpu", "model")),
     "launches": ("What the host does for a step's kernels", ("cpu",)),
     "memory": ("Memory and time, predicted and measured", ("cpu", "gpu")),
     "scheduler": ("Which task runs where and when", ("cpu",)),

@@ -15,7 +15,7 @@ from alto.lora import AdapterBank, AdapterShape, BankLayout, TargetModule
 from kernels_lib.gate import relative_distance
 from kernels_lib.measure import DeviceLimits, time_op
 
-__all__ = ["OpCase", "op_failures", "op_rows"]
+__all__ = ["OpCase", "op_failures", "op_rows", "op_work"]
 
 _TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
@@ -112,7 +112,7 @@ def op_rows(
     case: OpCase, ops: ModuleType, device: torch.device, dtype: torch.dtype, limits: DeviceLimits
 ) -> Iterator[dict[str, Any]]:
     """Time, floor and share of the floor of every op, a row each."""
-    work = _work(case, dtype)
+    work = op_work(case, dtype)
     for name, call in _Operands(case, device, dtype, exact=False).calls(ops).items():
         num_bytes, num_flops = work[name]
         timed = time_op(call, device)
@@ -133,20 +133,21 @@ def op_rows(
         }
 
 
-def _work(case: OpCase, dtype: torch.dtype) -> dict[str, tuple[float, float]]:
-    """Bytes that each op must move, each tensor once, and FLOPs that it must do; adapters are float32."""
+def op_work(case: OpCase, dtype: torch.dtype) -> dict[str, tuple[float, float]]:
+    """Bytes that each op must move, each tensor once, and FLOPs that it must do; adapters are float32, products with
+    them as wide as the tokens."""
     tokens, weight_bytes, out_features = sum(case.lengths), torch.float32.itemsize, sum(case.out_features)
     x, ys = (tokens * width * dtype.itemsize for width in (case.in_features, out_features))
     # Each of the modules has the job's rank: together they make its S that many times as wide, and read X once.
     members = len(case.out_features)
     token_ranks = sum(length * rank for length, rank in zip(case.lengths, case.ranks, strict=True))
     ranks = sum(rank for length, rank in zip(case.lengths, case.ranks, strict=True) if length)
-    s = members * token_ranks * weight_bytes
+    s = members * token_ranks * dtype.itemsize
     a, bs = members * ranks * case.in_features * weight_bytes, ranks * out_features * weight_bytes
     through_a, through_b = 2.0 * members * token_ranks * case.in_features, 2.0 * token_ranks * out_features
     return {
         "grouped_shrink": (x + a + s, through_a),
-        "grouped_expand": (2 * ys + bs + s, through_b),
-        "grouped_backward_input": (ys + 2 * x + a + bs + s, through_a + through_b),
+        "grouped_expand": (ys + bs + s, through_b),
+        "grouped_backward_input": (ys + x + a + bs + s, through_a + through_b),
         "grouped_backward_weight": (x + ys + 2 * s + 2 * (a + bs), through_a + through_b),
     }

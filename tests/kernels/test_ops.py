@@ -343,7 +343,9 @@ def test_nan_in_one_slot_leaves_every_bit_of_the_others(ops: ModuleType, slot: i
 def test_every_dtype_of_base_and_bank(ops: ModuleType, base: torch.dtype, bank: torch.dtype, limit: float) -> None:
     case = mixed_case()
     found = run(ops, case, base=base, bank=bank)
-    assert {found.s_TQ.dtype, found.ds_TQ.dtype, found.grads_ZP.dtype} == {bank}
+    assert found.grads_ZP.dtype == bank
+    assert found.s_TQ.dtype == found.ds_TQ.dtype
+    assert found.s_TQ.dtype in (base, bank)
     assert {tensor.dtype for tensor in found.of_tokens} == {base}
     assert max(distances(case, found)) < limit
 

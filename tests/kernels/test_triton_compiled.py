@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
@@ -85,3 +86,22 @@ def test_the_page_has_every_configuration_and_none_spills() -> None:
     assert sorted(row for row in found if row[0] in looping + tiled) == sorted(expected)
     assert {row[7] for row in rows} == {"0"}, "spilled bytes"
     assert max(float(row[8]) for row in rows) <= 99
+    assert min(int(row[9]) for row in rows) >= 1
+
+
+@pytest.mark.parametrize(
+    ("registers", "shared", "num_warps", "arch", "programs"),
+    [
+        (168, 48 * 1024, 4, 90, 3),  # 168 registers take 5,376 of a warp: 3 programs by registers, 4 by shared memory
+        (32, 0, 4, 90, 16),  # 64 warps
+        (128, 48 * 1024, 4, 80, 3),  # 164 KiB, of which each takes 49
+        (255, 90 * 1024, 8, 90, 1),
+    ],
+)
+def test_how_many_programs_a_multiprocessor_holds(
+    registers: int, shared: int, num_warps: int, arch: int, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    tool = importlib.import_module("compile_kernels")
+    usage = tool.Usage(registers=registers, spilled=0, shared=shared)
+    assert tool.resident_programs(usage, num_warps, arch) == programs

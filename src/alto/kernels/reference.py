@@ -39,7 +39,8 @@ def grouped_shrink(x_TK: Tensor, operands: LoraOperands, schedule: TokenSchedule
         schedule: Tokens of every slot.
 
     Returns:
-        ``s_TQ`` as wide as the widest slot, in the dtype of the bank; columns past a slot's own are zero.
+        ``s_TQ`` as wide as the widest slot, in the dtype of the bank (of Triton's kernels in that of the factors it is
+        rounded to); columns past a slot's own are zero.
     """
     s_TQ = operands.params_ZP.new_zeros(x_TK.shape[0], operands.max_width)
     for (slot, start, end), key in zip(schedule.segments, schedule.dropout, strict=True):

@@ -25,6 +25,7 @@ from alto.kernels.triton_config import (
     adamw_config,
     backward_weight_config,
     expand_config,
+    narrow_dtype,
     shrink_config,
     square_sums_config,
     total_norms_config,
@@ -56,7 +57,7 @@ def grouped_shrink(x_TK: Tensor, operands: LoraOperands, schedule: TokenSchedule
     """See :func:`alto.kernels.reference.grouped_shrink`; columns past a slot's own are left unwritten."""
     bank = operands.params_ZP
     assert x_TK.shape == (schedule.num_tokens, operands.in_features)
-    s_TQ = _narrow(operands, schedule)
+    s_TQ = _narrow(x_TK, operands, schedule)
     table, places_Z = schedule.table(x_TK.device), operands.table()
     config = shrink_config(operands.max_width, x_TK.dtype, bank.dtype)
     if table.num_blocks:
@@ -102,7 +103,7 @@ def grouped_backward_input(
     dys: Sequence[Tensor], operands: LoraOperands, dx_TK: Tensor | None, schedule: TokenSchedule
 ) -> Tensor:
     """See :func:`alto.kernels.reference.grouped_backward_input`; columns past a slot's own are left unwritten."""
-    ds_TQ = _narrow(operands, schedule)
+    ds_TQ = _narrow(dys[0], operands, schedule)
     if schedule.table(ds_TQ.device).num_blocks:
         _write_ds(dys, operands, ds_TQ, schedule)
         _scale_members(ds_TQ, operands, schedule)
@@ -231,10 +232,11 @@ def _parts(tensors: Sequence[Tensor], operands: LoraOperands, schedule: TokenSch
         )
 
 
-def _narrow(operands: LoraOperands, schedule: TokenSchedule) -> Tensor:
-    """An unwritten ``[T, Q]`` as wide as the widest slot, in the dtype of the bank."""
+def _narrow(wide: Tensor, operands: LoraOperands, schedule: TokenSchedule) -> Tensor:
+    """An unwritten ``[T, Q]`` as wide as the widest slot, for products of ``wide``."""
     width = ceil_div(operands.max_width, _ROW_ALIGNMENT) * _ROW_ALIGNMENT
-    return operands.params_ZP.new_empty(schedule.num_tokens, width)[:, : operands.max_width]
+    dtype = narrow_dtype(wide.dtype, operands.params_ZP.dtype)
+    return operands.params_ZP.new_empty(schedule.num_tokens, width, dtype=dtype)[:, : operands.max_width]
 
 
 def _scale_members(narrow_TQ: Tensor, operands: LoraOperands, schedule: TokenSchedule) -> None:

@@ -28,6 +28,7 @@ __all__ = [
     "adamw_config",
     "backward_weight_config",
     "expand_config",
+    "narrow_dtype",
     "shrink_config",
     "square_sums_config",
     "total_norms_config",
@@ -91,7 +92,9 @@ def expand_config(wide: torch.dtype, bank: torch.dtype) -> KernelConfig:
     """Configuration of ``expand_kernel`` and ``dx_kernel``. Up to its tile the loop has one turn; there is little to
     pipeline."""
     tile = 64 if wide.itemsize == 2 else 32
-    return _product(tile, BLOCK_TOKENS, 64, wide, bank, num_warps=8, num_stages=2)
+    # A wider tile reads the narrow side less often; factors of 32 bits have no registers for it.
+    block_w = 128 if _multiplies_16_bits(wide, bank) else 64
+    return _product(tile, BLOCK_TOKENS, block_w, wide, bank, num_warps=8, num_stages=2)
 
 
 @cache
@@ -108,6 +111,12 @@ def backward_weight_config(num_narrow: int, wide: torch.dtype, bank: torch.dtype
     # Factors of 32 bits take more registers than four warps have.
     block_t, num_warps = (64, 8 if tile == 256 else 4) if _multiplies_16_bits(wide, bank) else (32, 8)
     return _product(tile, block_t, 64, wide, bank, num_warps=num_warps, num_stages=2)
+
+
+def narrow_dtype(wide: torch.dtype, bank: torch.dtype) -> torch.dtype:
+    """In which the products ``s`` and ``ds`` are kept: that of the factors they become next, so that each is rounded
+    once, and read as half as many bytes where factors have 16 bits."""
+    return wide if _multiplies_16_bits(wide, bank) else bank
 
 
 @cache

@@ -1,0 +1,367 @@
+"""A model of one training step on a GPU that is not here: bytes, FLOPs, programs and the time that they must take.
+
+A kernel takes the longest of four times: its bytes from device memory over the bandwidth; all bytes that its programs
+load over the bandwidth of the L2 cache; its products over the rate of the matrix units; and the busiest multiprocessor,
+with programs dealt out in order to whichever is free first. A frozen GEMM takes the longer of its products and its
+bytes. Nothing overlaps with anything else, caches keep nothing from one kernel to the next, and the host is free.
+
+Every program is counted as the backend launches it: ``model_gate`` compares the grids.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["H200", "VERSIONS", "Chip", "Group", "KernelTime", "StepModel", "Version", "llama_groups"]
+
+BLOCK_TOKENS = 64
+GRADIENT_TILE = 64
+"""Wide columns of a program of ``da`` and ``db``."""
+NARROW_TILE = 256
+"""Most columns of a program on the narrow side, of 16-bit products."""
+TOKEN_BYTES, ADAPTER_BYTES = 2, 4
+OPTIMIZER_BYTES = 36
+"""Of a parameter: norm 4, AdamW reads weight, gradient and two moments and writes them, the gradient as zero."""
+_BALANCED = 40
+"""Programs a multiprocessor from which on their number is taken as even."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chip:
+    """A GPU.
+
+    Attributes:
+        bytes_per_s: Device memory, as a large copy measures it.
+        l2_bytes_per_s: From the L2 cache to all multiprocessors.
+        sm_bytes_per_s: To one multiprocessor.
+        flops_per_s: bfloat16 products with float32 sums, as a large GEMM measures it.
+        num_sms: Multiprocessors.
+        launch_s: Between the end of a kernel and the first loads of the next.
+    """
+
+    name: str
+    bytes_per_s: float
+    l2_bytes_per_s: float
+    sm_bytes_per_s: float
+    flops_per_s: float
+    num_sms: int
+    launch_s: float
+
+
+H200 = Chip(
+    name="H200",
+    bytes_per_s=4.3e12,
+    l2_bytes_per_s=6.0e12,
+    sm_bytes_per_s=64 * 1.755e9,
+    flops_per_s=790e12,
+    num_sms=132,
+    launch_s=1.5e-6,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Linear modules that read the same input.
+
+    Attributes:
+        in_features: ``K``.
+        out_features: ``N`` of every module.
+    """
+
+    name: str
+    in_features: int
+    out_features: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Version:
+    """How the kernels of the adapters are made.
+
+    Attributes:
+        reads_outputs: They read and write Y and dX behind the frozen GEMM; else they write them, and it reads them
+            where it stores.
+        output_tile: Columns of a program of ``expand`` and ``dx``.
+        narrow_bytes: Of a number of ``s`` and ``ds``.
+        weight_bytes: Of a number of an adapter where it is read to multiply with.
+    """
+
+    reads_outputs: bool
+    output_tile: int
+    narrow_bytes: int
+    weight_bytes: int
+
+
+VERSIONS: Mapping[str, Version] = {
+    "before": Version(reads_outputs=True, output_tile=64, narrow_bytes=4, weight_bytes=4),
+    "outputs first": Version(reads_outputs=False, output_tile=64, narrow_bytes=4, weight_bytes=4),
+    "now": Version(reads_outputs=False, output_tile=128, narrow_bytes=2, weight_bytes=4),
+    "with 16-bit copies of the adapters": Version(reads_outputs=False, output_tile=128, narrow_bytes=2, weight_bytes=2),
+}
+"""In the order in which they were or would be made; the last one does not exist."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelTime:
+    """One launch in the model.
+
+    Attributes:
+        num_bytes: From and to device memory, each tensor once.
+        num_flops: Without padding.
+        num_programs: Programs with work.
+        grid: Programs that are launched.
+        seconds: Predicted.
+        limit: Which of the four times is the longest.
+    """
+
+    group: str
+    kernel: str
+    num_bytes: float
+    num_flops: float
+    num_programs: int
+    grid: tuple[int, int, int]
+    seconds: float
+    limit: str
+
+    def as_row(self) -> dict[str, Any]:
+        """For the result file."""
+        return {
+            "group": self.group,
+            "kernel": self.kernel,
+            "megabytes": self.num_bytes / 1e6,
+            "gigaflops": self.num_flops / 1e9,
+            "programs": self.num_programs,
+            "us": self.seconds * 1e6,
+            "limit": self.limit,
+        }
+
+
+def llama_groups(shape: Mapping[str, Any]) -> tuple[Group, ...]:
+    """The groups of a layer of a Llama."""
+    hidden, wide = shape["hidden_size"], shape["intermediate_size"]
+    kv = hidden // shape["num_attention_heads"] * shape["num_key_value_heads"]
+    return (
+        Group(name="q k v", in_features=hidden, out_features=(hidden, kv, kv)),
+        Group(name="o", in_features=hidden, out_features=(hidden,)),
+        Group(name="gate up", in_features=hidden, out_features=(wide, wide)),
+        Group(name="down", in_features=wide, out_features=(hidden,)),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepModel:
+    """One step of adapters of ``ranks`` on all linear modules of a Llama.
+
+    Attributes:
+        chip: That it runs on.
+        shape: Of the base model.
+        ranks: Of the jobs.
+        passes: Tokens of every job in each forward and backward pass; jobs in slot order, 0 where it has none.
+        trained: Trained tokens of each pass.
+        sequences: Lengths of all sequences of each pass.
+        version: Of the adapters' kernels.
+    """
+
+    chip: Chip
+    shape: Mapping[str, Any]
+    ranks: tuple[int, ...]
+    passes: tuple[tuple[int, ...], ...]
+    trained: tuple[int, ...]
+    sequences: tuple[tuple[int, ...], ...]
+    version: Version
+
+    @property
+    def num_params(self) -> int:
+        """Of all adapters."""
+        sides = sum(len(g.out_features) * g.in_features + sum(g.out_features) for g in llama_groups(self.shape))
+        return self.shape["num_hidden_layers"] * sum(self.ranks) * sides
+
+    @property
+    def floor_s(self) -> float:
+        """The frozen step, and the adapters' bytes at full bandwidth."""
+        return self.frozen_s + OPTIMIZER_BYTES * self.num_params / self.chip.bytes_per_s
+
+    @property
+    def step_s(self) -> float:
+        """Frozen GEMMs as they are, kernels of the adapters, optimizer."""
+        layers = self.shape["num_hidden_layers"]
+        adapters = sum(kernel.seconds for lengths in self.passes for kernel in self.kernels(lengths))
+        optimizer = OPTIMIZER_BYTES * self.num_params / self.chip.bytes_per_s + 3 * self.chip.launch_s
+        accumulates = not self.version.reads_outputs
+        return self._frozen(accumulates=accumulates) + layers * adapters + optimizer
+
+    @property
+    def frozen_s(self) -> float:
+        """The base alone, forward and backward of activations."""
+        return self._frozen(accumulates=False)
+
+    def kernels(self, lengths: Sequence[int]) -> list[KernelTime]:
+        """The adapters' launches of one layer in a pass of ``lengths`` tokens."""
+        return [kernel for group in llama_groups(self.shape) for kernel in self._of_group(group, lengths)]
+
+    def _frozen(self, *, accumulates: bool) -> float:
+        return sum(map(self._frozen_pass, self.passes, self.trained, self.sequences, [accumulates] * len(self.passes)))
+
+    def _frozen_pass(self, lengths: Sequence[int], trained: int, sequences: Sequence[int], accumulates: bool) -> float:
+        tokens, hidden, vocabulary = sum(lengths), self.shape["hidden_size"], self.shape["vocab_size"]
+        wide, heads = self.shape["intermediate_size"], self.shape["num_attention_heads"]
+        kv = hidden // heads * self.shape["num_key_value_heads"]
+        layer = 0.0
+        for group in llama_groups(self.shape):
+            k = group.in_features
+            for member, n in enumerate(group.out_features):
+                layer += self._gemm(tokens, k, n, adds=accumulates)
+                # The input's gradient is summed over the members: each but the first adds to it.
+                layer += self._gemm(tokens, n, k, adds=accumulates or member > 0)
+        # Norms, rotary embedding, gate and residual sums, forward and about twice that backward.
+        elements = 3 * (2 * 2 * hidden + 2 * 3 * hidden + 2 * (hidden + kv) + 3 * wide)
+        layer += elements * tokens * TOKEN_BYTES / self.chip.bytes_per_s
+        layer += 7.0 * hidden * sum(length**2 for length in sequences) / self.chip.flops_per_s
+        head = 2 * self._gemm(trained, hidden, vocabulary, adds=False)
+        head += 16 * trained * vocabulary / self.chip.bytes_per_s  # logits and log-probabilities in chunks
+        return self.shape["num_hidden_layers"] * layer + head
+
+    def _gemm(self, tokens: int, k: int, n: int, *, adds: bool) -> float:
+        moved = TOKEN_BYTES * (tokens * k + k * n + (2 if adds else 1) * tokens * n)
+        return max(2.0 * tokens * k * n / self.chip.flops_per_s, moved / self.chip.bytes_per_s)
+
+    def _of_group(self, group: Group, lengths: Sequence[int]) -> Iterator[KernelTime]:
+        k, ns, members = group.in_features, group.out_features, len(group.out_features)
+        jobs = [(rank, length) for rank, length in zip(self.ranks, lengths, strict=True) if length]
+        tokens = sum(length for _, length in jobs)
+        blocks = [
+            (rank, min(BLOCK_TOKENS, length - first))
+            for rank, length in jobs
+            for first in range(0, length, BLOCK_TOKENS)
+        ]
+        version = self.version
+        narrow = members * sum(rank * length for rank, length in jobs) * version.narrow_bytes
+        num_a, num_bs = sum(members * rank for rank, _ in jobs) * k, sum(rank for rank, _ in jobs) * sum(ns)
+        a, bs = num_a * version.weight_bytes, num_bs * version.weight_bytes
+        da, dbs = 2 * num_a * ADAPTER_BYTES, 2 * num_bs * ADAPTER_BYTES
+        x, ys = tokens * k * TOKEN_BYTES, tokens * sum(ns) * TOKEN_BYTES
+        through_a = 2.0 * members * sum(rank * length for rank, length in jobs) * k
+        through_b = 2.0 * sum(rank * length for rank, length in jobs) * sum(ns)
+        widest = members * max(self.ranks)
+        q_tiles, r_tiles = math.ceil(widest / NARROW_TILE), math.ceil(max(self.ranks) / NARROW_TILE)
+
+        def narrow_programs(wide_sizes: Sequence[int], per_rank: int) -> list[tuple[float, float]]:
+            """Of every block and wide size: it reads both sides whole, and stores narrow columns."""
+            found = []
+            for wide in wide_sizes:
+                for rank, rows in blocks:
+                    for columns in _tiles(rank * per_rank, NARROW_TILE):
+                        moved = TOKEN_BYTES * rows * wide
+                        moved += columns * (version.weight_bytes * wide + version.narrow_bytes * rows)
+                        found.append((moved, 2.0 * BLOCK_TOKENS * wide * _padded(columns)))
+            return found
+
+        def wide_programs(wide: int, per_rank: int, passes: int) -> list[tuple[float, float]]:
+            """Of every block and tile of wide columns; ``passes`` over the output."""
+            found = []
+            for rank, rows in blocks:
+                columns = rank * per_rank
+                tile = version.output_tile
+                moved = columns * (version.narrow_bytes * rows + version.weight_bytes * tile)
+                moved += passes * TOKEN_BYTES * rows * tile
+                work = (moved, 2.0 * BLOCK_TOKENS * tile * _padded(columns))
+                found += [work] * math.ceil(wide / tile)
+            return found
+
+        def weight_programs(wide: int, per_rank: int) -> list[tuple[float, float]]:
+            """Of every job and tile of wide columns: its tokens of both sides, and a gradient that is added to."""
+            found = []
+            for rank, length in jobs:
+                for columns in _tiles(rank * per_rank, NARROW_TILE):
+                    moved = length * (TOKEN_BYTES * GRADIENT_TILE + version.narrow_bytes * columns)
+                    moved += 2 * ADAPTER_BYTES * GRADIENT_TILE * columns
+                    padded = math.ceil(length / BLOCK_TOKENS) * BLOCK_TOKENS
+                    work = (moved, 2.0 * padded * GRADIENT_TILE * _padded(columns))
+                    found += [work] * math.ceil(wide / GRADIENT_TILE)
+            return found
+
+        passes = 2 if version.reads_outputs else 1
+
+        def n_tiles(tile: int) -> int:
+            return sum(math.ceil(n / tile) for n in ns)
+
+        yield self._kernel(
+            group, "shrink", x + a + narrow, through_a, narrow_programs([k], members), (len(blocks), q_tiles, 1)
+        )
+        expand = [work for n in ns for work in wide_programs(n, 1, passes)]
+        yield self._kernel(
+            group,
+            "expand",
+            passes * ys + bs + narrow,
+            through_b,
+            expand,
+            (n_tiles(version.output_tile), len(blocks), 1),
+        )
+        yield self._kernel(
+            group, "ds", ys + bs + narrow, through_b, narrow_programs(ns, 1), (len(blocks), members, r_tiles)
+        )
+        dx = wide_programs(k, members, passes)
+        yield self._kernel(
+            group, "dx", passes * x + a + narrow, through_a, dx, (math.ceil(k / version.output_tile), len(blocks), 1)
+        )
+        yield self._kernel(
+            group,
+            "da",
+            x + narrow + da,
+            through_a,
+            weight_programs(k, members),
+            (math.ceil(k / GRADIENT_TILE), len(jobs), q_tiles),
+        )
+        db = [work for n in ns for work in weight_programs(n, 1)]
+        yield self._kernel(group, "db", ys + narrow + dbs, through_b, db, (n_tiles(GRADIENT_TILE), len(jobs), r_tiles))
+
+    def _kernel(
+        self,
+        group: Group,
+        name: str,
+        num_bytes: float,
+        num_flops: float,
+        programs: Sequence[tuple[float, float]],
+        grid: tuple[int, int, int],
+    ) -> KernelTime:
+        chip = self.chip
+        times = {
+            "memory": num_bytes / chip.bytes_per_s,
+            "L2": sum(moved for moved, _ in programs) / chip.l2_bytes_per_s,
+            "products": sum(flops for _, flops in programs) / chip.flops_per_s,
+            "busiest SM": _busiest(chip, programs),
+        }
+        limit = max(times, key=lambda key: times[key])
+        return KernelTime(
+            group=group.name,
+            kernel=name,
+            num_bytes=num_bytes,
+            num_flops=num_flops,
+            num_programs=len(programs),
+            grid=grid,
+            seconds=times[limit] + chip.launch_s,
+            limit=limit,
+        )
+
+
+def _busiest(chip: Chip, programs: Sequence[tuple[float, float]]) -> float:
+    """Seconds until the last multiprocessor is done, each program given to the one that is free first."""
+    seconds = [max(moved / chip.sm_bytes_per_s, flops * chip.num_sms / chip.flops_per_s) for moved, flops in programs]
+    if len(seconds) >= _BALANCED * chip.num_sms:
+        return sum(seconds) / chip.num_sms
+    free_at = [0.0] * chip.num_sms
+    for one in seconds:
+        heapq.heapreplace(free_at, free_at[0] + one)
+    return max(free_at)
+
+
+def _tiles(columns: int, tile: int) -> list[int]:
+    return [min(tile, columns - first) for first in range(0, columns, tile)]
+
+
+def _padded(columns: int) -> int:
+    """Columns that the matrix units multiply: a power of two, at least 32."""
+    return max(32, 1 << (columns - 1).bit_length())

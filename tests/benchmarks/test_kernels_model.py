@@ -1,0 +1,97 @@
+"""The computed step of the kernels: counts by hand, and a gate that notices a model of other kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+
+SHAPE = {
+    "vocab_size": 1000,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+@pytest.fixture
+def roofline(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    from kernels_lib import roofline
+
+    return roofline
+
+
+def make_model(roofline, version="now", **changes):
+    fields = {
+        "chip": roofline.H200,
+        "shape": SHAPE,
+        "ranks": (16, 64),
+        "passes": ((70, 20),),
+        "trained": (50,),
+        "sequences": ((70, 20),),
+        "version": roofline.VERSIONS[version],
+    }
+    return roofline.StepModel(**(fields | changes))
+
+
+def test_parameters_and_floor_by_hand(roofline) -> None:
+    model = make_model(roofline)
+    sides = (256 + 256) + 2 * (256 + 128) + (256 + 256) + 2 * (256 + 512) + (512 + 256)
+    assert model.num_params == 3 * (16 + 64) * sides
+    assert model.floor_s - model.frozen_s == pytest.approx(36 * model.num_params / 4.3e12)
+
+
+def test_bytes_flops_and_programs_of_a_kernel_by_hand(roofline) -> None:
+    kernels = {(kernel.group, kernel.kernel): kernel for kernel in make_model(roofline).kernels((70, 20))}
+    shrink = kernels["q k v", "shrink"]
+    columns = 3 * (16 * 70 + 64 * 20)
+    assert shrink.num_flops == 2 * columns * 256
+    assert shrink.num_bytes == 2 * 90 * 256 + 4 * 3 * (16 + 64) * 256 + 2 * columns
+    assert (shrink.num_programs, shrink.grid) == (3, (3, 1, 1))  # blocks of 64 and 6 tokens, and of 20
+    expand = kernels["q k v", "expand"]
+    assert (expand.num_programs, expand.grid) == (3 * 4, (4, 3, 1))  # 256, 128 and 128 columns in tiles of 128
+    assert kernels["down", "da"].grid == (8, 2, 1)
+
+
+def test_a_kernel_takes_its_longest_time(roofline) -> None:
+    """One program alone: its bytes come through one multiprocessor."""
+    chip = dataclasses.replace(roofline.H200, launch_s=0.0)
+    model = make_model(roofline, chip=chip, ranks=(16,), passes=((5,),), sequences=((5,),))
+    shrink = next(kernel for kernel in model.kernels((5,)) if (kernel.group, kernel.kernel) == ("o", "shrink"))
+    assert shrink.limit == "busiest SM"
+    moved_s = (2 * 5 * 256 + 16 * (4 * 256 + 2 * 5)) / chip.sm_bytes_per_s
+    multiplied_s = 2 * 64 * 256 * 32 / (chip.flops_per_s / 132)  # a block of 64 tokens, 32 columns
+    assert shrink.seconds == pytest.approx(max(moved_s, multiplied_s))
+
+
+def test_each_version_is_faster_than_the_one_before(roofline) -> None:
+    """At the size of a real model; in a small one the frozen GEMMs' read of what adapters wrote may take longer."""
+    from kernels_lib.shapes import SHAPES
+
+    large = {"shape": SHAPES["1b"], "ranks": (16, 64) * 8, "passes": ((140,) * 16,), "sequences": ((140,) * 16,)}
+    steps = [make_model(roofline, version, **large).step_s for version in roofline.VERSIONS]
+    assert steps == sorted(steps, reverse=True)
+    assert len(set(steps)) == len(steps) > 2
+
+
+def test_the_gate_passes_and_notices_other_kernels(
+    roofline, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import kernels_model
+
+    assert kernels_model.main(["--out", str(tmp_path)]) == 0
+    found = json.loads((tmp_path / "kernels-model.json").read_text(encoding="utf-8"))
+    assert found["gate"] == "passed"
+    assert set(kernels_model.GOALS) <= set(found["figures"])
+    assert all(found["figures"][name] < found["figures"][f"{name}_before"] for name in kernels_model.GOALS)
+    monkeypatch.setitem(roofline.VERSIONS, "now", dataclasses.replace(roofline.VERSIONS["now"], output_tile=64))
+    assert kernels_model.main(["--out", str(tmp_path)]) == 1
+    assert "expected the launches" in capsys.readouterr().out

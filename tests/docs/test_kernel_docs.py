@@ -1,0 +1,42 @@
+"""``docs/kernels.md`` is what its tool makes of the results, and has every kernel of every group."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "kernels.md"
+
+
+def test_the_page_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    assert importlib.import_module("make_kernel_docs").page() == PAGE.read_text(encoding="utf-8")
+
+
+def test_every_kernel_of_every_group_is_there() -> None:
+    rows = re.findall(r"^\| (q k v|o|gate up|down) \| (\w+) \|", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    kernels = ("shrink", "expand", "ds", "dx", "da", "db")
+    assert rows == [(group, kernel) for group in ("q k v", "o", "gate up", "down") for kernel in kernels] * 2
+
+
+def test_what_was_measured_stands_beside_what_was_predicted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    tool = importlib.import_module("make_kernel_docs")
+    common = {"table": "op", "model": "1b", "batch_size": 1}
+    rows = [
+        common | {"op": "grouped_shrink", "shape": "2048 × 2048+512+512", "median_us": 11.25},
+        common | {"op": "grouped_expand", "shape": "8192 × 2048", "median_us": 22.25},
+        common | {"op": "grouped_backward_input", "shape": "8192 × 2048", "median_us": 33.25},
+    ]
+    (tmp_path / "kernels-gpu.json").write_text(json.dumps({"rows": rows}), encoding="utf-8")
+    (tmp_path / "kernels-model.json").write_text(
+        (ROOT / "benchmarks" / "results" / "kernels-model.json").read_text(encoding="utf-8"), encoding="utf-8"
+    )
+    monkeypatch.setattr(tool, "RESULTS", tmp_path)
+    measured = re.findall(r"^\| ([^|]+) \| (\w+) \|.*\| (\d+\.\d) \|$", tool.page(), flags=re.MULTILINE)
+    assert measured == [("q k v", "shrink", "11.2"), ("down", "expand", "22.2")]
