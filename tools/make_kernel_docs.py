@@ -60,9 +60,10 @@ def _kernels(rows: list[Mapping[str, Any]], measured: Mapping[tuple[str, str], f
     yield "|---|---|---:|---:|---:|---:|---|---:|"
     for row in rows:
         time = measured.get((row["group"], row["kernel"]))
+        last = "not measured yet" if time is None else f"{time:.1f}"
         yield (
             f"| {row['group']} | {row['kernel']} | {row['megabytes']:.0f} | {row['gigaflops']:.1f} "
-            f"| {row['programs']} | {row['us']:.1f} | {row['limit']} | {'not measured yet' if time is None else f'{time:.1f}'} |"
+            f"| {row['programs']} | {row['us']:.1f} | {row['limit']} | {last} |"
         )
 
 

@@ -271,8 +271,8 @@ def test_the_floor_of_an_op_counts_what_a_group_shares_once():
     assert {row["op"]: row["floor_us"] / 1e6 for row in rows} == pytest.approx(
         {
             "grouped_shrink": 4 * (x + a + s),
-            "grouped_expand": 4 * (s + bs + 2 * ys),
-            "grouped_backward_input": 4 * (ys + bs + s + a + 2 * x),
+            "grouped_expand": 4 * (s + bs + ys),
+            "grouped_backward_input": 4 * (ys + bs + s + a + x),
             "grouped_backward_weight": 4 * (x + ys + 2 * s + 2 * (a + bs)),
         }
     )
