@@ -12,7 +12,6 @@ under any.
 from __future__ import annotations
 
 import argparse
-import math
 import multiprocessing
 import os
 import re
@@ -29,6 +28,7 @@ os.environ.pop("TRITON_INTERPRET", None)
 
 import torch
 import triton
+from occupancy import resident_programs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -65,8 +65,6 @@ DTYPES = {
     ]
 }
 """Dtypes of base and bank."""
-SHARED_OF_SM = {80: 164 * 1024, 90: 228 * 1024, 100: 228 * 1024}
-"""Bytes of shared memory of a multiprocessor."""
 SHARED_LIMIT = 99 * 1024
 """Bytes of shared memory that a program may have on the smallest GPUs from sm_80 on."""
 
@@ -199,18 +197,10 @@ def compile_build(build: Build) -> Usage:
 
 
 def line(build: Build, usage: Usage) -> str:
-    programs = resident_programs(usage, build.config.num_warps, build.arch)
+    programs = resident_programs(
+        registers=usage.registers, shared=usage.shared, num_warps=build.config.num_warps, arch=build.arch
+    )
     return f"{build.name} {usage.registers} | {usage.spilled} | {usage.shared / 1024:.1f} | {programs} |"
-
-
-def resident_programs(usage: Usage, num_warps: int, arch: int) -> int:
-    """Programs that a multiprocessor holds at a time, by registers, shared memory and warps; from NVIDIA's table of
-    compute capabilities: registers are given to a warp in units of 256, and a program takes 1 KiB of shared memory
-    beside its own."""
-    registers_of_warp = math.ceil(usage.registers * 32 / 256) * 256
-    by_registers = 65536 // (registers_of_warp * num_warps)
-    by_shared = SHARED_OF_SM[arch] // (usage.shared + 1024)
-    return min(by_registers, by_shared, 64 // num_warps)
 
 
 def page(lines: Iterable[str]) -> str:

@@ -102,6 +102,5 @@ def test_how_many_programs_a_multiprocessor_holds(
     registers: int, shared: int, num_warps: int, arch: int, programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    tool = importlib.import_module("compile_kernels")
-    usage = tool.Usage(registers=registers, spilled=0, shared=shared)
-    assert tool.resident_programs(usage, num_warps, arch) == programs
+    found = importlib.import_module("occupancy").resident_programs
+    assert found(registers=registers, shared=shared, num_warps=num_warps, arch=arch) == programs
