@@ -75,11 +75,14 @@ def test_it_acts_as_peft_lets_it_act(
 
 
 def test_it_acts_as_peft_lets_it_act_on_a_16_bit_base(tiny_model: ModelFactory, tmp_path: Path) -> None:
+    """Both round in another order; neither is further from float64 on the same weights than the other."""
     folder = save_with_peft(tiny_model("llama"), tmp_path)
-    expected = logits(PeftModel.from_pretrained(tiny_model("llama").bfloat16(), folder).eval())
+    exact = logits(PeftModel.from_pretrained(tiny_model("llama").bfloat16().double(), folder).eval().double())
+    of_peft = logits(PeftModel.from_pretrained(tiny_model("llama").bfloat16(), folder).eval())
     found = logits_with(tiny_model("llama").bfloat16(), folder)
     assert found.dtype == torch.bfloat16
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-2)
+    errors = [float((tensor.double() - exact).norm() / exact.norm()) for tensor in (found, of_peft)]
+    assert errors[0] < 1.2 * errors[1] < 0.02, errors
 
 
 def test_what_alto_writes_is_read(tiny_model: ModelFactory, tmp_path: Path) -> None:
