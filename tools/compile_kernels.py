@@ -138,7 +138,7 @@ class Build:
         if name in ("s_TQ", "ds_TQ"):
             assert self.wide is not None
             return POINTERS[narrow_dtype(self.wide, self.bank)]
-        if name.startswith(("blocks_", "segments_")):
+        if name.startswith(("blocks_", "segments_", "adds_")):
             return "*i32"
         if name.startswith(("places_", "rows_")):
             return "*i64"

@@ -24,8 +24,8 @@ GRADIENT_TILE = 64
 NARROW_TILE = 256
 """Most columns of a program on the narrow side, of 16-bit products."""
 TOKEN_BYTES, ADAPTER_BYTES = 2, 4
-OPTIMIZER_BYTES = 36
-"""Of a parameter: norm 4, AdamW reads weight, gradient and two moments and writes them, the gradient as zero."""
+FLOOR_BYTES = 36
+"""Of a parameter in the floor: norm 4, AdamW reads weight, gradient and two moments and writes all four."""
 _BALANCED = 40
 """Programs a multiprocessor from which on their number is taken as even."""
 
@@ -87,19 +87,30 @@ class Version:
         output_tile: Columns of a program of ``expand`` and ``dx``.
         narrow_bytes: Of a number of ``s`` and ``ds``.
         weight_bytes: Of a number of an adapter where it is read to multiply with.
+        overwrites_gradients: The first product of a step overwrites a gradient; else all are added to zeros, to which
+            the optimizer has set it.
     """
 
     reads_outputs: bool
     output_tile: int
     narrow_bytes: int
     weight_bytes: int
+    overwrites_gradients: bool = False
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Of a parameter in a step: 4 less where the gradient is not set to zero."""
+        return FLOOR_BYTES - ADAPTER_BYTES * self.overwrites_gradients
 
 
 VERSIONS: Mapping[str, Version] = {
     "before": Version(reads_outputs=True, output_tile=64, narrow_bytes=4, weight_bytes=4),
     "outputs first": Version(reads_outputs=False, output_tile=64, narrow_bytes=4, weight_bytes=4),
-    "now": Version(reads_outputs=False, output_tile=128, narrow_bytes=2, weight_bytes=4),
-    "with 16-bit copies of the adapters": Version(reads_outputs=False, output_tile=128, narrow_bytes=2, weight_bytes=2),
+    "16-bit products": Version(reads_outputs=False, output_tile=128, narrow_bytes=2, weight_bytes=4),
+    "now": Version(reads_outputs=False, output_tile=128, narrow_bytes=2, weight_bytes=4, overwrites_gradients=True),
+    "with 16-bit copies of the adapters": Version(
+        reads_outputs=False, output_tile=128, narrow_bytes=2, weight_bytes=2, overwrites_gradients=True
+    ),
 }
 """In the order in which they were or would be made; the last one does not exist."""
 
@@ -182,14 +193,17 @@ class StepModel:
     @property
     def floor_s(self) -> float:
         """The frozen step, and the adapters' bytes at full bandwidth."""
-        return self.frozen_s + OPTIMIZER_BYTES * self.num_params / self.chip.bytes_per_s
+        return self.frozen_s + FLOOR_BYTES * self.num_params / self.chip.bytes_per_s
 
     @property
     def step_s(self) -> float:
         """Frozen GEMMs as they are, kernels of the adapters, optimizer."""
         layers = self.shape["num_hidden_layers"]
-        adapters = sum(kernel.seconds for lengths in self.passes for kernel in self.kernels(lengths))
-        optimizer = OPTIMIZER_BYTES * self.num_params / self.chip.bytes_per_s + 3 * self.chip.launch_s
+        adapters, trained = 0.0, [False] * len(self.ranks)
+        for lengths in self.passes:
+            adapters += sum(kernel.seconds for kernel in self.kernels(lengths, trained))
+            trained = [before or length > 0 for before, length in zip(trained, lengths, strict=True)]
+        optimizer = self.version.optimizer_bytes * self.num_params / self.chip.bytes_per_s + 3 * self.chip.launch_s
         accumulates = not self.version.reads_outputs
         return self._frozen(accumulates=accumulates) + layers * adapters + optimizer
 
@@ -198,9 +212,15 @@ class StepModel:
         """The base alone, forward and backward of activations."""
         return self._frozen(accumulates=False)
 
-    def kernels(self, lengths: Sequence[int]) -> list[KernelTime]:
-        """The adapters' launches of one layer in a pass of ``lengths`` tokens."""
-        return [kernel for group in llama_groups(self.shape) for kernel in self._of_group(group, lengths)]
+    def kernels(self, lengths: Sequence[int], trained: Sequence[bool] | None = None) -> list[KernelTime]:
+        """The adapters' launches of one layer in a pass of ``lengths`` tokens.
+
+        Args:
+            lengths: Tokens of every job.
+            trained: Which jobs had tokens in an earlier pass of the step; None where it is the first.
+        """
+        trained = trained if trained is not None else [False] * len(lengths)
+        return [kernel for group in llama_groups(self.shape) for kernel in self._of_group(group, lengths, trained)]
 
     def _frozen(self, *, accumulates: bool) -> float:
         return sum(map(self._frozen_pass, self.passes, self.trained, self.sequences, [accumulates] * len(self.passes)))
@@ -228,7 +248,7 @@ class StepModel:
         moved = TOKEN_BYTES * (tokens * k + k * n + (2 if adds else 1) * tokens * n)
         return max(2.0 * tokens * k * n / self.chip.flops_per_s, moved / self.chip.bytes_per_s)
 
-    def _of_group(self, group: Group, lengths: Sequence[int]) -> Iterator[KernelTime]:
+    def _of_group(self, group: Group, lengths: Sequence[int], trained: Sequence[bool]) -> Iterator[KernelTime]:
         k, ns, members = group.in_features, group.out_features, len(group.out_features)
         jobs = [(rank, length) for rank, length in zip(self.ranks, lengths, strict=True) if length]
         tokens = sum(length for _, length in jobs)
@@ -241,7 +261,11 @@ class StepModel:
         narrow = members * sum(rank * length for rank, length in jobs) * version.narrow_bytes
         num_a, num_bs = sum(members * rank for rank, _ in jobs) * k, sum(rank for rank, _ in jobs) * sum(ns)
         a, bs = num_a * version.weight_bytes, num_bs * version.weight_bytes
-        da, dbs = 2 * num_a * ADAPTER_BYTES, 2 * num_bs * ADAPTER_BYTES
+        # Of every job that has tokens: how often a gradient is read or written.
+        overwrites = version.overwrites_gradients
+        uses = [1 if overwrites and not seen else 2 for seen, length in zip(trained, lengths, strict=True) if length]
+        moved_ranks = ADAPTER_BYTES * sum(times * rank for times, (rank, _) in zip(uses, jobs, strict=True))
+        da, dbs = moved_ranks * members * k, moved_ranks * sum(ns)
         x, ys = tokens * k * TOKEN_BYTES, tokens * sum(ns) * TOKEN_BYTES
         through_a = 2.0 * members * sum(rank * length for rank, length in jobs) * k
         through_b = 2.0 * sum(rank * length for rank, length in jobs) * sum(ns)
@@ -274,10 +298,10 @@ class StepModel:
         def weight_programs(wide: int, per_rank: int) -> list[tuple[float, float]]:
             """Of every job and tile of wide columns: its tokens of both sides, and a gradient that is added to."""
             found = []
-            for rank, length in jobs:
+            for times, (rank, length) in zip(uses, jobs, strict=True):
                 for columns in _tiles(rank * per_rank, NARROW_TILE):
                     moved = length * (TOKEN_BYTES * GRADIENT_TILE + version.narrow_bytes * columns)
-                    moved += 2 * ADAPTER_BYTES * GRADIENT_TILE * columns
+                    moved += times * ADAPTER_BYTES * GRADIENT_TILE * columns
                     padded = math.ceil(length / BLOCK_TOKENS) * BLOCK_TOKENS
                     work = (moved, 2.0 * padded * GRADIENT_TILE * _padded(columns))
                     found += [work] * math.ceil(wide / GRADIENT_TILE)

@@ -61,6 +61,21 @@ def test_bytes_flops_and_programs_of_a_kernel_by_hand(roofline) -> None:
     assert kernels["down", "da"].grid == (8, 2, 1)
 
 
+def test_a_later_pass_of_a_step_adds_to_the_gradients_of_jobs_that_had_tokens(roofline) -> None:
+    model = make_model(roofline)
+    first, second = (
+        {(kernel.group, kernel.kernel): kernel for kernel in model.kernels((70, 20), trained)}
+        for trained in (None, [False, True])
+    )
+    assert second["o", "da"].num_bytes - first["o", "da"].num_bytes == 4 * 64 * 256
+    assert second["o", "shrink"] == first["o", "shrink"]
+    twice = make_model(roofline, passes=((70, 20), (0, 20)), trained=(50, 10), sequences=((70, 20), (20,)))
+    once, again = model.kernels((70, 20)), model.kernels((0, 20), [True, True])
+    adapters_s = 3 * sum(kernel.seconds for kernel in [*once, *again])
+    optimizer_s = 32 * twice.num_params / 4.3e12 + 3 * 1.5e-6
+    assert twice.step_s == pytest.approx(twice._frozen(accumulates=True) + adapters_s + optimizer_s)
+
+
 def test_a_kernel_takes_its_longest_time(roofline) -> None:
     """One program alone: its bytes come through one multiprocessor."""
     chip = dataclasses.replace(roofline.H200, launch_s=0.0)

@@ -65,6 +65,7 @@ class Bank:
             epsilons=[setting["eps"] for setting in settings],
             weight_decays=[setting["weight_decay"] for setting in settings],
             grad_scales=torch.tensor(scales, dtype=self.dtype),
+            clears=[True] * len(slots),
         )
 
 

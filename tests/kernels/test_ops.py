@@ -22,7 +22,7 @@ from kernel_backends import BACKENDS
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from alto.kernels import DropoutKey, LoraOperands, TokenSchedule
+from alto.kernels import DropoutKey, GradientSteps, GroupGradients, LoraOperands, TokenSchedule
 from alto.kernels.dropout import dropout_factor
 
 MANY = settings(max_examples=examples(40))  # interpreted kernels take their time
@@ -252,6 +252,43 @@ class TestEveryOp:
         dys = [case.given(dy_TN) for dy_TN in case.dys]
         ops.grouped_backward_weight(case.given(case.x_TK), s_TQ, dys, ds_TQ, case.operands, case.schedule)
         assert_same(case.operands.grads_ZP, expected.grads_ZP)
+
+
+@BACKENDS
+def test_the_first_product_of_a_step_overwrites_and_later_ones_are_added(ops: ModuleType) -> None:
+    case = mixed_case()
+    expected, params_ZP, grads_ZP = case.expected(), case.operands.params_ZP, case.operands.grads_ZP
+    steps = GradientSteps(len(case.group.ranks_ZM))
+    operands = case.group.operands_with_adapters(params_ZP, grads_ZP)
+    operands.gradients = GroupGradients(steps)
+
+    def accumulate() -> None:
+        s_TQ, ds_TQ = case.narrow(expected.s_TMR), case.narrow(expected.ds_TMR)
+        ops.grouped_backward_weight(case.x_TK, s_TQ, case.dys, ds_TQ, operands, case.schedule)
+
+    operands.adds_gradients([0, 2])  # of the present step; others have what an earlier one left
+    before = gradients_of(operands)
+    for slot, own in operands.slots.items():
+        for gradient in (own.da_KQ, *own.dbs) if slot not in (0, 2) else ():
+            gradient.fill_(NAN)
+    accumulate()
+    first = gradients_of(operands)
+    added = case.group.operands_with_adapters(params_ZP, expected.grads_ZP)
+    for slot, found, old, wanted in zip(sorted(operands.slots), first, before, gradients_of(added), strict=True):
+        for one, was, sum_of_both in zip(found, old, wanted, strict=True):
+            assert_same(one, sum_of_both if slot in (0, 2) else sum_of_both - was)
+    accumulate()
+    for slot, twice, once, old in zip(sorted(operands.slots), gradients_of(operands), first, before, strict=True):
+        for two, one, was in zip(twice, once, old, strict=True):
+            assert_same(two, 2 * one - was if slot in (0, 2) else 2 * one)
+    steps.end([0, 1])
+    assert operands.adds_gradients([0, 1, 2, 4]) == (False, False, True, True)
+    assert operands.adds_gradients([0, 1, 2, 4]) == (True,) * 4
+
+
+def gradients_of(operands: LoraOperands) -> list[tuple[Tensor, ...]]:
+    """Copies, by slot."""
+    return [(own.da_KQ.clone(), *map(Tensor.clone, own.dbs)) for _, own in sorted(operands.slots.items())]
 
 
 class Found(NamedTuple):

@@ -367,6 +367,7 @@ class TestRows:
             epsilons=[1e-8] * len(rows),
             weight_decays=[0.1] * len(rows),
             grad_scales=torch.tensor([0.5 + row for row in rows], dtype=torch.float64),
+            clears=[row != 2 for row in rows],
         )
 
     @TRITON

@@ -188,7 +188,27 @@ def test_training_reaches_every_parameter_and_nothing_behind_them() -> None:
             assert int(rows_ZP[slot].ne(0).sum()) == adapter.num_parameters
             assert rows_ZP[slot, : adapter.num_parameters].all()
     assert not torch.equal(start, bank.params_ZP)
-    assert not bank.grads_ZP.any()
+    bank.complete_gradients(range(3))
+    assert not bank.grads_ZP.any(), "a step forgets its gradients"
+
+
+def test_gradients_that_a_step_has_not_written_are_set_to_zero() -> None:
+    bank = make_bank()
+    for slot in (0, 1, 2):
+        bank.occupy(slot, shape(2))
+        bank.grads_ZP[slot] = 3.0  # what an earlier step has left
+    groups = [bank.operands(index, index) for index in range(len(MODULES))]
+    groups[1].adds_gradients([0])
+    bank.end_gradients([1])
+    groups[1].adds_gradients([1])
+    bank.complete_gradients([0, 1])
+    for slot in (0, 1):
+        for module, *pair in bank.matrices(bank.grads_ZP, slot):
+            assert [bool(gradient.any()) for gradient in pair] == [module == MODULES[1]] * 2
+    assert (bank.grads_ZP[2] == 3.0).all()
+    bank.end_gradients([0])
+    bank.complete_gradients([0])
+    assert not any(gradient.any() for _, *pair in bank.matrices(bank.grads_ZP, 0) for gradient in pair)
 
 
 def test_adapters_that_nobody_trains_have_no_memory_for_gradients() -> None:

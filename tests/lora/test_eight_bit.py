@@ -168,6 +168,7 @@ def test_a_row_that_is_not_named_keeps_every_bit() -> None:
     assert same(world.weights(UNCLIPPED), weights)
     assert same_state(world.optimizer.read(world.slots[UNCLIPPED]), state)
     assert world.bank.grads_ZP[world.slots[UNCLIPPED]].any()
+    world.bank.complete_gradients([world.slots[CLIPPED], world.slots[IN_32_BITS]])
     assert not world.bank.grads_ZP[[world.slots[CLIPPED], world.slots[IN_32_BITS]]].any(), (
         "a step forgets its gradients"
     )

@@ -66,6 +66,7 @@ class Adapters:
             for slot in slots
         ]
         self.optimizer.step(updates, norms)
+        self.bank.complete_gradients(slots)
         assert not self.bank.grads_ZP[slots].any(), "a step forgets its gradients"
         return norms, expected
 

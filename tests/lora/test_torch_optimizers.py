@@ -132,6 +132,7 @@ def test_every_slot_equals_the_trainers_optimizer_alone(is_clipped: bool, dtype:
             assert not any(map(torch.equal, world.weights(index), before[index])), NAMES[index]
             for found, expected in zip(world.weights(index), job.parameters, strict=True):
                 torch.testing.assert_close(found, expected.data, rtol=rounding[0], atol=rounding[1])
+        world.bank.complete_gradients(world.slots)
         assert not world.bank.grads_ZP.any()
 
 

@@ -197,6 +197,7 @@ class Trainer:
                 self.bank.grads_ZP[local_slot].zero_()
 
         self.micro_batches.run(work, train, forget=forget, prepare=prepare, num_micro_batches=num_micro_batches)
+        self.bank.complete_gradients(here)
         for job in jobs:
             if job.is_data_parallel:
                 local_slot = self.slots.local_slot_of(slot_of(job))
@@ -228,7 +229,7 @@ class Trainer:
         return self._ranks.sum([float(loss) for loss in losses.tolist()])
 
     def update(self, jobs: Sequence[JobState]) -> Tensor:
-        """Clip and apply the gradients of ``jobs``, then clear them; returns the norms before clipping of this rank's
+        """Clip and apply the gradients of ``jobs``, which end with it; returns the norms before clipping of this rank's
         jobs.
 
         Raises:

@@ -11,6 +11,7 @@ from alto.kernels.dora import (
 from alto.kernels.dropout import DropoutKey
 from alto.kernels.forward_table import upload
 from alto.kernels.function import FrozenLayer, added_linear, grouped_lora_linear
+from alto.kernels.gradients import GradientSteps, GroupGradients
 from alto.kernels.noise import NoiseKey, TokenNoise
 from alto.kernels.operands import VECTOR_SIZE, LoraOperands
 from alto.kernels.row_parts import RowParts
@@ -24,6 +25,8 @@ __all__ = [
     "DropoutKey",
     "FrozenLayer",
     "FrozenMatrix",
+    "GradientSteps",
+    "GroupGradients",
     "LoraOperands",
     "NoiseKey",
     "RowParts",

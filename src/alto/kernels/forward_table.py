@@ -70,6 +70,13 @@ class ForwardTable:
         self.factors_Z2 = upload(factors_Z2, torch.float64, device)
         self._segments = segments
         self._slots_T: Tensor | None = None
+        self._flags: dict[tuple[bool, ...], Tensor] = {}
+
+    def flags(self, of_segments: tuple[bool, ...]) -> Tensor:
+        """A flag of every segment, ``[S]`` int32; copied once for all layers that have the same."""
+        if of_segments not in self._flags:
+            self._flags[of_segments] = upload(of_segments, torch.int32, self.segments_S6.device)
+        return self._flags[of_segments]
 
     def token_slots(self) -> Tensor:
         """Slot of every token, int64; made at the first use, as few forward passes need it."""

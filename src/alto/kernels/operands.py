@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from alto.kernels.forward_table import upload
+from alto.kernels.gradients import GroupGradients
 
 __all__ = ["VECTOR_SIZE", "LoraOperands", "SlotMatrices"]
 
@@ -66,6 +67,7 @@ class LoraOperands:
             compiled for it: numbers are moved that many at a time. It never rises when an adapter leaves, so that
                 changes of adapters compile nothing again; where every rank is a multiple of ``rank_step`` and placed by
                 the bank, it never falls either.
+        gradients: In which step each slot's gradient was written here; None where gradients are always added.
         slots: The adapters by slot; a slot that targets no member is absent.
     """
 
@@ -76,6 +78,7 @@ class LoraOperands:
     grads_ZP: Tensor
     max_rank: int
     rank_step: int = VECTOR_SIZE
+    gradients: GroupGradients | None = None
     slots: dict[int, SlotMatrices] = field(default_factory=dict, init=False)
     alignment: int = field(init=False)
     _places: dict[int, tuple[int, ...]] = field(default_factory=dict, init=False)
@@ -139,6 +142,11 @@ class LoraOperands:
         )
         self._places[slot] = (width, a_start, *members)
         self.alignment = math.gcd(self.alignment, *self._places[slot])
+
+    def adds_gradients(self, slots: Sequence[int]) -> tuple[bool, ...]:
+        """Whether the next gradient of each of ``slots`` is added to that of the present step, or overwrites what an
+        earlier step has left. Asked once before each is written."""
+        return (True,) * len(slots) if self.gradients is None else self.gradients.begin(slots)
 
     def clear(self, slot: int) -> None:
         """Mark ``slot`` as free."""

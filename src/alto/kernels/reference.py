@@ -111,6 +111,9 @@ def grouped_backward_weight(
 ) -> None:
     """Accumulate in place ``da_i += scale_i * dropout_i(x[i])ᵀ @ ds[i]`` and ``db_i += scale_i * s[i]ᵀ @ dy[i]``.
 
+    The first product of a slot's step overwrites what the step before has left
+    (:meth:`LoraOperands.adds_gradients`).
+
     Args:
         x_TK: Input of the group, ``[T, K]``; None leaves ``da_i`` to the caller.
         s_TQ: Result of :func:`grouped_shrink`.
@@ -119,8 +122,14 @@ def grouped_backward_weight(
         operands: The adapters of the group.
         schedule: Tokens of every slot.
     """
-    for (slot, start, end), scale, key in zip(schedule.segments, schedule.scales, schedule.dropout, strict=True):
+    adds = operands.adds_gradients(schedule.slots)
+    for (slot, start, end), scale, key, is_added in zip(
+        schedule.segments, schedule.scales, schedule.dropout, adds, strict=True
+    ):
         if matrices := operands.slots.get(slot):
+            if not is_added:
+                for gradient in (matrices.da_KQ, *matrices.dbs):
+                    gradient.zero_()
             if x_TK is not None:
                 x = dropped(x_TK[start:end].to(s_TQ.dtype), key, operands.number)
                 matrices.da_KQ.add_(x.T @ ds_TQ[start:end, : matrices.width], alpha=scale)
@@ -154,8 +163,10 @@ def bank_adamw(
     epsilons: Sequence[float],
     weight_decays: Sequence[float],
     grad_scales: Tensor,
+    clears: Sequence[bool],
 ) -> None:
-    """One AdamW step of every listed row, in place; then its gradient is cleared. Other rows are not changed.
+    """One AdamW step of every listed row, in place; what its gradient holds afterwards is left open, unless it is
+    cleared. Other rows are not changed.
 
     The update is that of ``torch.optim.AdamW`` with each row's own settings. All memory is allocated before the first
     row changes: where it runs out, no row has changed.
@@ -173,6 +184,7 @@ def bank_adamw(
         epsilons: Each row's term in the denominator.
         weight_decays: Each row's decoupled decay.
         grad_scales: ``[len(slots)]``, factor on each row's gradient (clipping).
+        clears: Whether each row's gradient is set to zero.
     """
     updates = []
     for index, slot in enumerate(slots):
@@ -190,11 +202,12 @@ def bank_adamw(
         deviation = torch.sqrt(next_avg_sq / (1.0 - beta2 ** steps[index]))
         decayed = params * (1.0 - rate * decay)
         next_params = decayed - rate * mean / (deviation + epsilons[index])
-        updates.append(((params, exp_avg, exp_avg_sq, grads), (next_params, next_avg, next_avg_sq)))
-    for (*targets, grads), values in updates:
+        updates.append(((params, exp_avg, exp_avg_sq), (next_params, next_avg, next_avg_sq), grads, clears[index]))
+    for targets, values, grads, is_cleared in updates:
         for target, value in zip(targets, values, strict=True):
             target.copy_(value)
-        grads.zero_()
+        if is_cleared:
+            grads.zero_()
 
 
 def _scale_members(narrow_TQ: Tensor, matrices: SlotMatrices) -> None:

@@ -74,15 +74,17 @@ def grouped_backward_weight(
     schedule: TokenSchedule,
 ) -> None:
     """See :func:`alto.kernels.reference.grouped_backward_weight`."""
+    asked = zip(schedule.slots, operands.adds_gradients(schedule.slots), strict=True)
+    multiply = [_add_product if adds else _write_product for slot, adds in asked if slot in operands.slots]
     dys = [dy_TN.to(operands.grads_ZP.dtype) for dy_TN in dys]
     if x_TK is not None:
         x_TK = x_TK.to(operands.grads_ZP.dtype)
-        for own, scale, key, (x, ds) in _occupied(operands, schedule, x_TK, ds_TQ):
-            _add_product(own.da_KQ, dropped(x, key, operands.number).T, _columns(ds, 0, own.width), scale)
-    for own, scale, _, (s, *of_members) in _occupied(operands, schedule, s_TQ, *dys):
+        for to, (own, scale, key, (x, ds)) in zip(multiply, _occupied(operands, schedule, x_TK, ds_TQ), strict=True):
+            to(own.da_KQ, dropped(x, key, operands.number).T, _columns(ds, 0, own.width), scale)
+    for to, (own, scale, _, (s, *of_members)) in zip(multiply, _occupied(operands, schedule, s_TQ, *dys), strict=True):
         s_QT = s.T
         for dy, db_RN, (first, end) in zip(of_members, own.dbs, own.columns, strict=True):
-            _add_product(db_RN, s_QT[first:end], dy, scale)
+            to(db_RN, s_QT[first:end], dy, scale)
 
 
 def row_norms(grads_ZP: Tensor, slots: Sequence[int], sizes: Sequence[int]) -> Tensor:
@@ -106,6 +108,7 @@ def bank_adamw(
     epsilons: Sequence[float],
     weight_decays: Sequence[float],
     grad_scales: Tensor,
+    clears: Sequence[bool],
 ) -> None:
     """See :func:`alto.kernels.reference.bank_adamw`. PyTorch's fused AdamW, one call per row, or one for each
     of its parts.
@@ -141,7 +144,8 @@ def bank_adamw(
                 eps=epsilons[index],
                 weight_decay=decay,
             )
-        grads_ZP[slot, :end].zero_()
+        if clears[index]:
+            grads_ZP[slot, :end].zero_()
 
 
 def _occupied(

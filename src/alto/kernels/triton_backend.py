@@ -124,10 +124,12 @@ def grouped_backward_weight(
     for narrow_TQ in (s_TQ, ds_TQ):
         assert narrow_TQ.shape == (schedule.num_tokens, operands.max_width)
         assert narrow_TQ.stride(1) == 1
-    if schedule.table(s_TQ.device).num_segments:
+    table = schedule.table(s_TQ.device)
+    if table.num_segments:
+        adds_S = table.flags(operands.adds_gradients(schedule.slots))
         if x_TK is not None:
-            _accumulate_da(x_TK, ds_TQ, operands, schedule)
-        _accumulate_db(s_TQ, dys, operands, schedule)
+            _accumulate_da(x_TK, ds_TQ, adds_S, operands, schedule)
+        _accumulate_db(s_TQ, dys, adds_S, operands, schedule)
 
 
 def row_norms(grads_ZP: Tensor, slots: Sequence[int], sizes: Sequence[int]) -> Tensor:
@@ -166,13 +168,14 @@ def bank_adamw(
     epsilons: Sequence[float],
     weight_decays: Sequence[float],
     grad_scales: Tensor,
+    clears: Sequence[bool],
 ) -> None:
     """See :func:`alto.kernels.reference.bank_adamw`; all rows in one launch."""
     banks = (params_ZP, grads_ZP, exp_avg_ZP, exp_avg_sq_ZP)
     assert {bank_ZP.stride() for bank_ZP in banks} == {(params_ZP.stride(0), 1)}
     if not slots:
         return
-    rows = [(slot, *of_row) for slot, of_row in zip(slots, parts, strict=True)]
+    rows = [(slot, *of_row, is_cleared) for slot, of_row, is_cleared in zip(slots, parts, clears, strict=True)]
     settings = [
         (*rates, beta1, 1.0 - beta1, beta2, 1.0 - beta2, epsilon, decay, 1.0 - beta1**step, 1.0 - beta2**step)
         for rates, (beta1, beta2), epsilon, decay, step in zip(
@@ -181,11 +184,11 @@ def bank_adamw(
     ]
     exact = torch.promote_types(params_ZP.dtype, torch.float32)
     longest = max(of_row.end for of_row in parts)
-    rows_U5, settings_U10 = upload(rows, torch.int64, params_ZP.device), upload(settings, exact, params_ZP.device)
+    rows_U6, settings_U10 = upload(rows, torch.int64, params_ZP.device), upload(settings, exact, params_ZP.device)
     launch(
         adamw_kernel,
         (ceil_div(longest, ADAMW_BLOCK), len(slots), 1),
-        (*banks, grad_scales.to(exact), rows_U5, settings_U10),
+        (*banks, grad_scales.to(exact), rows_U6, settings_U10),
         (params_ZP.stride(0),),
         adamw_config(params_ZP.dtype),
         ALIGNMENT=math.gcd(VECTOR_SIZE, params_ZP.stride(0)),
@@ -285,7 +288,9 @@ def _write_dx(ds_TQ: Tensor, operands: LoraOperands, dx_TK: Tensor, schedule: To
     )
 
 
-def _accumulate_da(x_TK: Tensor, ds_TQ: Tensor, operands: LoraOperands, schedule: TokenSchedule) -> None:
+def _accumulate_da(
+    x_TK: Tensor, ds_TQ: Tensor, adds_S: Tensor, operands: LoraOperands, schedule: TokenSchedule
+) -> None:
     assert x_TK.shape == (schedule.num_tokens, operands.in_features)
     bank, table, places_Z = operands.grads_ZP, schedule.table(x_TK.device), operands.table()
     config = backward_weight_config(operands.max_width, x_TK.dtype, bank.dtype)
@@ -297,7 +302,7 @@ def _accumulate_da(x_TK: Tensor, ds_TQ: Tensor, operands: LoraOperands, schedule
     launch(
         da_kernel,
         grid,
-        (x_TK, ds_TQ, bank, table.segments_S6, table.factors_Z2, places_Z),
+        (x_TK, ds_TQ, bank, table.segments_S6, adds_S, table.factors_Z2, places_Z),
         (
             *(operands.number, operands.in_features, *x_TK.stride()),
             *(ds_TQ.stride(0), bank.stride(0), places_Z.stride(0)),
@@ -308,7 +313,9 @@ def _accumulate_da(x_TK: Tensor, ds_TQ: Tensor, operands: LoraOperands, schedule
     )
 
 
-def _accumulate_db(s_TQ: Tensor, dys: Sequence[Tensor], operands: LoraOperands, schedule: TokenSchedule) -> None:
+def _accumulate_db(
+    s_TQ: Tensor, dys: Sequence[Tensor], adds_S: Tensor, operands: LoraOperands, schedule: TokenSchedule
+) -> None:
     bank, table, places_Z = operands.grads_ZP, schedule.table(s_TQ.device), operands.table()
     config = backward_weight_config(operands.max_rank, dys[0].dtype, bank.dtype)
     for part in _parts(dys, operands, schedule):
@@ -316,7 +323,7 @@ def _accumulate_db(s_TQ: Tensor, dys: Sequence[Tensor], operands: LoraOperands, 
         launch(
             db_kernel,
             (part.num_tiles(config.constants["BLOCK_W"]), table.num_segments, tiles),
-            (*part.tensors, s_TQ, bank, table.segments_S6, table.factors_Z2, places_Z),
+            (*part.tensors, s_TQ, bank, table.segments_S6, adds_S, table.factors_Z2, places_Z),
             (
                 *(*part.widths, *part.strides, s_TQ.stride(0)),
                 *(bank.stride(0), places_Z.stride(0), part.first_place),

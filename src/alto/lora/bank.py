@@ -7,13 +7,13 @@ rank. An adapter fills its row from the start, without padding; what is behind i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from alto.kernels import LoraOperands, SlotTensors
+from alto.kernels import GradientSteps, GroupGradients, LoraOperands, SlotTensors
 from alto.lora.layout import AdapterShape, BankLayout, ExtraTensor, RowPlaces, TargetModule
 from alto.lora.weights import AdapterWeights
 from alto.spec import AdapterDtype
@@ -39,7 +39,7 @@ class AdapterBank:
         layout: Layout of a row.
         initial: What every further tensor starts with, by name.
         params_ZP: Adapter weights.
-        grads_ZP: Their gradients; accumulated by the backward pass, cleared by the optimizer's step.
+        grads_ZP: Their gradients; accumulated by the backward pass, of use until :meth:`end_gradients`.
         anchor: A scalar that requires grad; see :func:`alto.kernels.grouped_lora_linear`.
     """
 
@@ -60,7 +60,12 @@ class AdapterBank:
         self.params_ZP = torch.zeros(num_slots, layout.row_size, device=device, dtype=dtype)
         self.grads_ZP = torch.zeros_like(self.params_ZP, device=None if has_grads else "meta")
         self.anchor = torch.zeros((), device=device, requires_grad=True)
+        self._steps = GradientSteps(num_slots)
+        self._gradients = {
+            index: GroupGradients(self._steps) for index, group in enumerate(layout.groups) if _is_overwritten(group[0])
+        }
         self._places: dict[int, RowPlaces] = {}
+        self._cleared: set[int] = set()
         self._operands: list[tuple[int, LoraOperands]] = []
         self._tensors: list[tuple[ExtraTensor, SlotTensors]] = []
 
@@ -87,6 +92,7 @@ class AdapterBank:
             grads_ZP=grads,
             max_rank=self.layout.max_rank,
             rank_step=self.layout.rank_step,
+            gradients=self._gradients.get(group_index),
         )
         self._operands.append((group_index, operands))
         for slot in self._places:
@@ -109,7 +115,11 @@ class AdapterBank:
         """Give ``slot`` to an adapter of ``shape``; its weights and gradients start as zeros."""
         self.params_ZP[slot].zero_()
         self.grads_ZP[slot].zero_()
-        self._places[slot] = self.layout.places(shape)
+        self._steps.end([slot])
+        self._places[slot] = places = self.layout.places(shape)
+        is_added = any(any(place.ranks) and index not in self._gradients for index, place in enumerate(places.groups))
+        if places.extras or is_added:
+            self._cleared.add(slot)
         for group_index, operands in self._operands:
             self._assign(operands, group_index, slot)
         for extra, tensors in self._tensors:
@@ -118,11 +128,39 @@ class AdapterBank:
     def release(self, slot: int) -> None:
         """Free ``slot``."""
         del self._places[slot]
+        self._cleared.discard(slot)
         for group_index, operands in self._operands:
             for expert in range(self.layout.groups[group_index][0].num_matrices):
                 operands.clear(expert * self.num_slots + slot)
         for _, tensors in self._tensors:
             tensors.clear(slot)
+
+    def complete_gradients(self, slots: Iterable[int]) -> None:
+        """Set to zero what the backward passes of a step have not written: modules that they did not run."""
+        for slot in slots:
+            if self.is_cleared(slot):
+                continue
+            places = self.places(slot)
+            targeted = [index for index, place in enumerate(places.groups) if any(place.ranks)]
+            left = [index for index in targeted if not self._gradients[index].has(slot)]
+            if len(left) == len(targeted):
+                self.grads_ZP[slot, : places.end].zero_()
+                continue
+            for index in left:
+                group, place = self.layout.groups[index], places.groups[index]
+                a_end = place.a_start + group[0].in_features * sum(place.ranks)
+                self.grads_ZP[slot, place.a_start : a_end].zero_()
+                for module, rank, b_start in zip(group, place.ranks, place.b_starts, strict=True):
+                    self.grads_ZP[slot, b_start : b_start + rank * module.out_features].zero_()
+
+    def is_cleared(self, slot: int) -> bool:
+        """Whether the gradient of ``slot`` must be set to zero before :meth:`end_gradients`: the adapter has parts
+        that are only ever added to. Of others the next step overwrites it."""
+        return slot in self._cleared
+
+    def end_gradients(self, slots: Sequence[int]) -> None:
+        """End the present step of ``slots``, whose gradients are of no use any more."""
+        self._steps.end(slots)
 
     def is_free(self, slot: int) -> bool:
         """Whether no adapter has ``slot``."""
@@ -232,6 +270,12 @@ class AdapterBank:
             a_start = row_start + place.a_start + expert * first.in_features * rank
             b_start = row_start + place.b_starts[0] + expert * rank * first.out_features
             operands.assign(expert * self.num_slots + slot, place.ranks, a_start, [b_start], place.ratios)
+
+
+def _is_overwritten(module: TargetModule) -> bool:
+    """Whether the gradients of a module's whole adapter are written by every backward pass through it: not those of
+    experts, of which some may get no tokens, nor those of embeddings."""
+    return module.num_experts is None and not module.is_embedding
 
 
 def _orthogonal(num_in: int, rank: int, num_out: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -79,7 +79,7 @@ class SlotAdamW:
         return self._ops.row_norms(self._bank.grads_ZP, slots, [self._bank.places(slot).end for slot in slots])
 
     def step(self, updates: Sequence[SlotUpdate], norms: Tensor) -> None:
-        """One step of every given slot on the gradients in the bank, which are cleared.
+        """One step of every given slot on the gradients in the bank, which are of no use afterwards.
 
         Clipping is ``torch.nn.utils.clip_grad_norm_`` over one adapter; ``max_grad_norm`` of None or 0 turns it off.
         Where there is no memory for it, every slot has either taken its step, which :attr:`steps` counts, or is
@@ -157,7 +157,9 @@ class SlotAdamW:
             epsilons=[update.config.adam_epsilon for update in updates],
             weight_decays=[update.config.weight_decay for update in updates],
             grad_scales=grad_scales,
+            clears=[self._bank.is_cleared(slot) for slot in slots],
         )
+        self._bank.end_gradients(slots)
         for slot in slots:
             self.steps[slot] += 1
 
@@ -170,7 +172,9 @@ class SlotAdamW:
             config=update.config,
             learning_rate=update.learning_rate,
         )
-        bank.grads_ZP[slot, : bank.places(slot).end].zero_()
+        if bank.is_cleared(slot):
+            bank.grads_ZP[slot, : bank.places(slot).end].zero_()
+        bank.end_gradients([slot])
         self.steps[slot] += 1
 
     def _new_eight_bit(self, slot: int, *, paged: bool) -> EightBitAdamW:

@@ -17,22 +17,23 @@ def adamw_kernel(
     exp_avg_ZP,
     exp_avg_sq_ZP,
     grad_scales_U,
-    rows_U5,
+    rows_U6,
     settings_U10,
     stride_z,
     ALIGNMENT: tl.constexpr,
     BLOCK: tl.constexpr,
     ACCUMULATOR: tl.constexpr,
 ):
-    """Grid: blocks of ``BLOCK`` columns of the longest row, rows ``U``. Gradients are left zero.
+    """Grid: blocks of ``BLOCK`` columns of the longest row, rows ``U``.
 
     Args:
-        rows_U5: Row of the bank, and where its parts end (:class:`alto.kernels.RowParts`), int64.
+        rows_U6: Row of the bank, where its parts end (:class:`alto.kernels.RowParts`), and whether its gradient is
+            set to zero, int64.
         settings_U10: Per row the rates of ``A`` and of ``B``, β₁, 1 - β₁, β₂, 1 - β₂, ε, weight decay, 1 - β₁ᵗ and
             1 - β₂ᵗ. The differences come from the host's float64: formed here they would lose half their digits.
         ALIGNMENT: A power of two that divides the distance of two rows.
     """
-    row = rows_U5 + 5 * tl.program_id(1)
+    row = rows_U6 + 6 * tl.program_id(1)
     start = tl.program_id(0).to(tl.int64) * BLOCK
     end = tl.load(row + 4)
     if start >= end:
@@ -107,4 +108,5 @@ def _update(
     store_columns(params_P, columns, params.to(params_P.dtype.element_ty), end, IS_FULL)
     store_columns(exp_avg_P, columns, exp_avg.to(exp_avg_P.dtype.element_ty), end, IS_FULL)
     store_columns(exp_avg_sq_P, columns, exp_avg_sq.to(exp_avg_sq_P.dtype.element_ty), end, IS_FULL)
-    store_columns(grads_P, columns, tl.zeros((BLOCK,), dtype=grads_P.dtype.element_ty), end, IS_FULL)
+    if tl.load(row + 5):
+        store_columns(grads_P, columns, tl.zeros((BLOCK,), dtype=grads_P.dtype.element_ty), end, IS_FULL)

@@ -1,5 +1,7 @@
 """``gradient_i += scale_i * wide[i]ᵀ @ narrow[i]``: the gradient of every slot's own matrix from its own tokens.
 
+The first product of a slot's step overwrites what its last step has left, which is not even read.
+
 One program owns its part of a gradient and reads the slot's tokens in order: no atomics, the same bits every time and
 for any other slots. A segment is one program's loop, at any length. Splitting long ones over programs would take
 a workspace and a second pass; with tiles of 64 columns one slot of an 8B model already makes 64 to 224 programs, and
@@ -23,6 +25,7 @@ def da_kernel(
     ds_TQ,
     grads_ZP,
     segments_S6,
+    adds_S,
     factors_Z2,
     places_Z,
     number,
@@ -44,6 +47,9 @@ def da_kernel(
     """``da_i += scale_i * dropout_i(x[i])ᵀ @ ds[i]``.
 
     Grid: tiles of ``BLOCK_W`` features, segments, tiles of ``TILE`` columns of ``Q``.
+
+    Args:
+        adds_S: Of every segment 1 where the product is added to what is there, 0 where it overwrites it, int32.
     """
     first_wide = tl.program_id(0) * BLOCK_W
     segment = segments_S6 + 6 * tl.program_id(1)
@@ -61,6 +67,7 @@ def da_kernel(
         ds_TQ + first.to(tl.int64) * stride_ds_t + first_column,
         grads_ZP + a_start + first_wide * width + first_column,
         segment,
+        adds_S + tl.program_id(1),
         tl.load(factors_Z2 + 2 * slot) * tl.load(factors_Z2 + 2 * slot + 1),
         number,
         first_wide,
@@ -89,6 +96,7 @@ def db_kernel(
     s_TQ,
     grads_ZP,
     segments_S6,
+    adds_S,
     factors_Z2,
     places_Z,
     num_0,
@@ -137,6 +145,7 @@ def db_kernel(
         s_TQ + first.to(tl.int64) * stride_s_t + column + first_rank,
         grads_ZP + b_start + first_rank * num_wide + first_wide,
         segment,
+        adds_S + tl.program_id(1),
         tl.load(factors_Z2 + 2 * slot),
         0,
         first_wide,
@@ -163,6 +172,7 @@ def _accumulate_by_own_tile(
     narrow_TR,
     gradient_WR,
     segment,
+    adds,
     factor,
     number,
     first_wide,
@@ -190,6 +200,7 @@ def _accumulate_by_own_tile(
                     narrow_TR,
                     gradient_WR,
                     segment,
+                    adds,
                     factor,
                     number,
                     first_wide,
@@ -216,6 +227,7 @@ def _accumulate(
     narrow_TR,
     gradient_WR,
     segment,
+    adds,
     factor,
     number,
     first_wide,
@@ -262,5 +274,7 @@ def _accumulate(
         total = tl.dot(wide.to(OPERAND), narrow.to(OPERAND), total, input_precision=PRECISION, out_dtype=ACCUMULATOR)
     gradient_WR += rows * stride_gradient_w + r * stride_gradient_r
     mask = (w < num_wide) & (r < num_narrow)
-    gradient = tl.load(gradient_WR, mask=mask, other=0.0).to(ACCUMULATOR) + total * factor.to(ACCUMULATOR)
+    num_added = num_narrow * tl.load(adds)
+    gradient = tl.load(gradient_WR, mask=(w < num_wide) & (r < num_added), other=0.0).to(ACCUMULATOR)
+    gradient += total * factor.to(ACCUMULATOR)
     tl.store(gradient_WR, gradient.to(gradient_WR.dtype.element_ty), mask=mask)
