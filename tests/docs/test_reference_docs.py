@@ -20,7 +20,7 @@ from alto.errors import TaskInterruptedError
 from alto.executor import assembly
 from alto.lora import AdapterBank, BankLayout
 from alto.runs import Action, JournalEntry, Mailbox, RunDir, read_entries
-from alto.runs.events import GpusOffered, JobAdded, JobEvaluated, RunEvent, RungScored, ShareReceived
+from alto.runs.events import GpusOffered, JobAdded, JobEvaluated, KernelsCompiled, RunEvent, RungScored, ShareReceived
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -132,7 +132,9 @@ def test_every_key_has_a_meaning_in_plain_words() -> None:
 def test_a_run_writes_every_event_and_no_other(run: Run) -> None:
     entries = read_entries(run.folder / "journal.jsonl")
     assert {type(entry.event) for entry in (*entries, *run.entries)} == {*get_args(RunEvent)} - {
-        GpusOffered,  # of several GPUs
+        GpusOffered,
+        KernelsCompiled,  # of several GPUs
+        KernelsCompiled,  # on a GPU
         RungScored,  # of a task whose rungs rank by answers
         ShareReceived,  # of several tasks
     }

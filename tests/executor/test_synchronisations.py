@@ -60,6 +60,13 @@ def test_a_step_waits_for_the_device_once(settings: dict[str, object], architect
     assert_one_wait(make_bank(settings, architecture=architecture))
 
 
+def test_recomputed_layers_save_no_state_of_random_number_generators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU each is a copy to the host; masks and noise of jobs are functions of their keys."""
+    bank = make_bank(SETTINGS["recomputed layers"])
+    monkeypatch.setattr(torch, "get_rng_state", lambda *_: pytest.fail("a state of a generator is asked for"))
+    take_step(bank)
+
+
 @pytest.mark.usefixtures("eight_bit_as_on_a_gpu")
 @pytest.mark.parametrize(
     "optims", [("adamw_torch", "adamw_8bit", "adamw_torch"), ("sgd", "rmsprop", "adagrad"), ("adafactor",) * 3], ids=str

@@ -9,6 +9,7 @@ from journals import entry
 
 from alto.export.wording import (
     clean,
+    describe_compiling,
     describe_config,
     describe_rungs,
     describe_task,
@@ -20,7 +21,7 @@ from alto.export.wording import (
     varying_keys,
 )
 from alto.records import Rung
-from alto.runs.events import TaskStarted
+from alto.runs.events import KernelsCompiled, TaskStarted
 
 
 @given(st.text())
@@ -130,3 +131,12 @@ def started(num_ranks: int) -> TaskStarted:
 def test_ranks_are_told_where_there_are_several():
     assert describe_task(started(num_ranks=4)) == ["sft", "4 ranks"]
     assert describe_task(started(num_ranks=1)) == ["sft"]
+
+
+def test_compiling_says_how_far_it_is_and_then_how_long_it_took():
+    texts = [describe_compiling(KernelsCompiled(done=done, total=24, duration_s=62.4)) for done in (0, 3, 24)]
+    assert texts == [
+        "compiling kernels for the first step: 0 of 24",
+        "compiling kernels for the first step: 3 of 24",
+        "24 kernels compiled in 1 min 02 s",
+    ]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from alto.kernels import triton_launch
 from alto.kernels.triton_config import KernelConfig
-from alto.kernels.triton_launch import ceil_div, launch
+from alto.kernels.triton_launch import ceil_div, collected_launches, compiled_launches, launch
 
 CONFIG = KernelConfig(constants={"BLOCK": 64}, num_warps=4, num_stages=2)
 
@@ -20,6 +20,7 @@ class Kernel:
     """A kernel of Triton that keeps what it is launched with, by itself and as a compiled one."""
 
     arg_names = ("x_T", "y_T", "size", "FLAG", "BLOCK")
+    do_not_specialize: tuple[str, ...] = ()
 
     def __init__(self) -> None:
         self.asked: list[tuple[Any, ...]] = []
@@ -31,6 +32,9 @@ class Kernel:
             return Compiled(self.launched)
 
         return run
+
+    def warmup(self, *arguments: Any, grid: tuple[int, ...], **options: Any) -> dict[tuple[int, ...], Any]:
+        return self[grid](*arguments, **options)
 
 
 class Compiled(dict):  # type: ignore[type-arg]
@@ -114,3 +118,49 @@ def test_the_interpreter_is_always_asked(compiled_kernels: SimpleNamespace) -> N
 @pytest.mark.parametrize(("dividend", "quotient"), [(0, 0), (1, 1), (63, 1), (64, 1), (65, 2)])
 def test_quotients_are_rounded_up(dividend: int, quotient: int) -> None:
     assert ceil_div(dividend, 64) == quotient
+
+
+def test_collected_launches_are_not_made_and_find_their_kernel_compiled_later() -> None:
+    kernel, given = Kernel(), tensors()
+
+    def run() -> None:
+        for size in (5, 6, 16, 5):
+            launch(kernel, (7, 1, 1), given, (size,), CONFIG, FLAG=True)
+
+    collected = collected_launches(run)
+    assert len(collected) == 4
+    assert (kernel.asked, kernel.launched) == ([], [])
+    assert list(compiled_launches(collected)) == [(0, 2), (1, 2), (2, 2)], "5 and 6 are compiled alike, 16 otherwise"
+    asked = len(kernel.asked)
+    run()
+    assert len(kernel.asked) == asked
+    assert [arguments[2:] for _, arguments in kernel.launched] == [(size, True, 64) for size in (5, 6, 16, 5)]
+    assert list(compiled_launches(collected_launches(run))) == []
+
+
+def test_numbers_that_triton_does_not_compile_in_make_no_other_kernel() -> None:
+    kernel = Kernel()
+    kernel.do_not_specialize = ("size",)
+
+    def run() -> None:
+        for size in (1, 5, 16):
+            launch(kernel, (7, 1, 1), tensors(), (size,), CONFIG, FLAG=True)
+
+    assert list(compiled_launches(collected_launches(run)))[-1] == (1, 1)
+
+
+def test_after_an_error_launches_are_made_again(compiled_kernels: SimpleNamespace) -> None:
+    kernel = Kernel()
+
+    def fail() -> None:
+        raise RuntimeError("as the test wants it")
+
+    with pytest.raises(RuntimeError, match="as the test wants it"):
+        collected_launches(fail)
+    launch(kernel, (1, 1, 1), tensors(), (5,), CONFIG, FLAG=True)
+    assert len(kernel.asked) == 1
+
+
+def test_the_interpreter_compiles_nothing(compiled_kernels: SimpleNamespace) -> None:
+    compiled_kernels.knobs.runtime.interpret = True
+    assert collected_launches(lambda: pytest.fail("there is nothing to collect")) == []

@@ -83,14 +83,18 @@ def current_sequences() -> Sequences | None:
 
 def recompute(function: Callable[..., Any], *arguments: Any) -> Any:
     """``function(*arguments)``, recomputed in the backward pass from its inputs, over the same sequences, even if
-    another forward pass has begun meanwhile."""
+    another forward pass has begun meanwhile.
+
+    States of random number generators are neither saved nor restored: the base is in evaluation mode, and masks and
+    noise of jobs are functions of their keys.
+    """
     sequences = _SEQUENCES.get()
 
     def run(*inputs: Any) -> Any:
         with attending(sequences):
             return function(*inputs)
 
-    return checkpoint(run, *arguments, use_reentrant=False)
+    return checkpoint(run, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
 def varlen_attention(

@@ -29,6 +29,7 @@ from alto.runs.events import (
     JobParked,
     JobReopened,
     JobResumed,
+    KernelsCompiled,
     OutOfMemory,
     RungScored,
     SamplesGenerated,
@@ -108,6 +109,10 @@ class JournalRecorder:
             for jobs, value, test in found
         )
         self._journal.append(BaseEvaluated(values=values))
+
+    def kernels_compiled(self, done: int, total: int, duration_s: float) -> None:
+        """Record how many kernels of the task are compiled."""
+        self._journal.append(KernelsCompiled(done=done, total=total, duration_s=duration_s))
 
     def job_admitted(self, job: JobState, reason: str, ranks: Sequence[int]) -> None:
         """A job has entered its slot, for the first time or again.

@@ -36,6 +36,9 @@ __all__ = ["TaskSession"]
 # Saving takes at most this share of the time, for adapters of any size.
 MAX_SAVING_SHARE = 0.05
 
+_REPORT_EVERY_S = 5.0
+"""Seconds between two events about kernels that are being compiled."""
+
 FROM_CHECKPOINT = "from_checkpoint"
 """Journal reason of an admission that the scheduler did not plan."""
 
@@ -169,12 +172,24 @@ class TaskSession:
             self._resume()
         else:
             self._recorder.begin(begin_events(self.state, self._start), self._start.resume_state.refusal)
+            self._compile_kernels()
             evaluate_base(self.state, self._recorder)
+
+    def _compile_kernels(self) -> None:
+        """Compile what the first step would otherwise wait for, and record how far it is."""
+        configs = [job.config for job in self.state.jobs.values()]
+        began_s = reported_s = time.monotonic()
+        for done, total in self.state.trainer.compile_kernels(configs):
+            now_s = time.monotonic()
+            if done in (0, total) or now_s - reported_s >= _REPORT_EVERY_S:
+                reported_s = now_s
+                self._recorder.kernels_compiled(done, total, now_s - began_s)
 
     def _resume(self) -> None:
         """Restore every job as the checkpoint recorded it."""
         state, resume_state = self.state, self._start.resume_state
         self._recorder.begin([resume_event(state, self._start)], resume_state.refusal)
+        self._compile_kernels()
         assert resume_state.checkpoint is not None
         for job_id, saved in resume_state.checkpoint.jobs.items():
             job = state.jobs[job_id]

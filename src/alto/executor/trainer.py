@@ -7,7 +7,7 @@ many micro-batches as the rank that needs most: a micro-batch gathers the base f
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -30,7 +30,16 @@ from alto.executor.router_balance import RouterBalance
 from alto.executor.start_adapter import Within
 from alto.executor.tally import Derivation, Evaluated, Tally
 from alto.kernels import upload
-from alto.lora import AdapterBank, AdapterWeights, BankHeads, ForwardContext, OptimizerState, SlotAdamW, SlotUpdate
+from alto.lora import (
+    AdapterBank,
+    AdapterWeights,
+    BankHeads,
+    ForwardContext,
+    OptimizerState,
+    SlotAdamW,
+    SlotUpdate,
+    compile_kernels,
+)
 from alto.objectives import Learners, job_losses, micro_batch_terms, terms_of, token_losses
 from alto.spec import JobConfig
 
@@ -88,6 +97,19 @@ class Trainer:
     def is_alone(self) -> bool:
         """Whether there is one rank."""
         return self._ranks.is_alone
+
+    def compile_kernels(self, configs: Sequence[JobConfig]) -> Iterator[tuple[int, int]]:
+        """Compile the kernels that steps of jobs with ``configs`` launch, one at each turn; called between two steps.
+
+        Returns:
+            Number of kernels that are compiled, and of all; nothing where there is nothing to compile.
+        """
+        return compile_kernels(
+            self.bank,
+            self._backbone.dtype,
+            has_dropout=any(config.lora_dropout for config in configs),
+            has_adamw=any(config.optim == "adamw_torch" for config in configs),
+        )
 
     def forget(self) -> None:
         """Forget all gradients, after an error in :meth:`backward`."""

@@ -16,6 +16,7 @@ from alto.export.tables import explain_exit
 from alto.export.wording import (
     clean,
     describe_adapter_check,
+    describe_compiling,
     describe_config,
     describe_finalists,
     describe_memory_event,
@@ -94,6 +95,8 @@ class PlainView:
                 self._on_completed()
             case events.WarmupEnded():
                 self._on_rung()
+            case events.KernelsCompiled():
+                self._say(describe_compiling(event))
             case events.ProfileMeasured():
                 self._say(describe_profile(event))
             case events.OutOfMemory():

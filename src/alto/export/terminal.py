@@ -25,6 +25,7 @@ from alto.export.samples import samples_text
 from alto.export.tables import JobTable, job_table, run_notes
 from alto.export.wording import (
     clean,
+    describe_compiling,
     describe_memory_event,
     describe_outlook,
     describe_profile,
@@ -41,6 +42,7 @@ from alto.runs.events import (
     Event,
     JobAdmitted,
     JobResumed,
+    KernelsCompiled,
     OutOfMemory,
     ProfileMeasured,
     RefitFact,
@@ -121,6 +123,8 @@ class LiveView:
         match event:
             case OutOfMemory():
                 self._console.print(Text(describe_memory_event(event), style="yellow"))
+            case KernelsCompiled():
+                self._console.print(Text(describe_compiling(event), style="dim"))
             case ProfileMeasured():
                 self._console.print(Text(describe_profile(event), style="dim"))
             case TaskStarted(notes=notes) | TaskResumed(notes=notes):

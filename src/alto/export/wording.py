@@ -14,13 +14,14 @@ from typing import Any
 
 from alto.records import AdapterCheck, FinalistScore, Rung
 from alto.runs import JobHistory
-from alto.runs.events import OutOfMemory, ProfileMeasured, RefitFact, TaskStarted
+from alto.runs.events import KernelsCompiled, OutOfMemory, ProfileMeasured, RefitFact, TaskStarted
 from alto.runs.progress import Outlook
 
 __all__ = [
     "clean",
     "clean_lines",
     "describe_adapter_check",
+    "describe_compiling",
     "describe_config",
     "describe_finalists",
     "describe_memory_event",
@@ -253,6 +254,13 @@ def describe_profile(event: ProfileMeasured) -> str:
         f"about {format_duration(event.expected_duration_s)} expected, {format_duration(event.duration_s)} if no job "
         f"ends early (profile measured {known})"
     )
+
+
+def describe_compiling(event: KernelsCompiled) -> str:
+    """How far the kernels are: ``compiling kernels for the first step: 3 of 24``."""
+    if event.done < event.total:
+        return f"compiling kernels for the first step: {event.done} of {event.total}"
+    return f"{format_count(event.total)} kernels compiled in {format_duration(event.duration_s)}"
 
 
 def format_setting(value: Any) -> str:

@@ -13,11 +13,13 @@ from torch.optim.adamw import adamw
 
 from alto.kernels.dropout import DropoutKey, dropped
 from alto.kernels.operands import LoraOperands, SlotMatrices
+from alto.kernels.reference import compile_kernels
 from alto.kernels.row_parts import RowParts
 from alto.kernels.schedule import TokenSchedule
 
 __all__ = [
     "bank_adamw",
+    "compile_kernels",
     "grouped_backward_input",
     "grouped_backward_weight",
     "grouped_expand",

@@ -9,7 +9,7 @@ compilation of a kernel: no argument that Triton specialises for changes as adap
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,10 +35,11 @@ from alto.kernels.triton_kernels.backward_weight import da_kernel, db_kernel
 from alto.kernels.triton_kernels.expand import dx_kernel, expand_kernel
 from alto.kernels.triton_kernels.norms import square_sums_kernel, total_norms_kernel
 from alto.kernels.triton_kernels.shrink import ds_kernel, shrink_kernel
-from alto.kernels.triton_launch import ceil_div, launch
+from alto.kernels.triton_launch import ceil_div, collected_launches, compiled_launches, launch
 
 __all__ = [
     "bank_adamw",
+    "compile_kernels",
     "grouped_backward_input",
     "grouped_backward_weight",
     "grouped_expand",
@@ -193,6 +194,11 @@ def bank_adamw(
         adamw_config(params_ZP.dtype),
         ALIGNMENT=math.gcd(VECTOR_SIZE, params_ZP.stride(0)),
     )
+
+
+def compile_kernels(run: Callable[[], None]) -> Iterator[tuple[int, int]]:
+    """See :func:`alto.kernels.reference.compile_kernels`."""
+    return compiled_launches(collected_launches(run))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

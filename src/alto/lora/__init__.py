@@ -2,6 +2,7 @@
 
 from alto.lora.bank import ADAPTER_DTYPES, AdapterBank
 from alto.lora.biases import bias_notes, biases_of, is_bias
+from alto.lora.compiling import compile_kernels
 from alto.lora.eight_bit import check_optimizer
 from alto.lora.fit import check_fit
 from alto.lora.footprint import bank_bytes
@@ -63,6 +64,7 @@ __all__ = [
     "biases_of",
     "check_fit",
     "check_optimizer",
+    "compile_kernels",
     "eject",
     "extra_in_peft",
     "find_shared_inputs",

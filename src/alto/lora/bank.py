@@ -99,6 +99,12 @@ class AdapterBank:
             self._assign(operands, group_index, slot)
         return operands
 
+    def operands_of_linear(self) -> Iterator[LoraOperands]:
+        """The views of linear modules that were handed out, the embeddings' not among them, nor those of experts."""
+        for group_index, operands in self._operands:
+            if group_index in self._gradients:
+                yield operands
+
     def tensors(self, name: str) -> SlotTensors | None:
         """The view of the bank for the layer that computes with the further tensor ``name``; it stays valid as jobs
         come and go. None where no job of the layout has that tensor."""

@@ -14,6 +14,7 @@ WIRE_NAMES: Mapping[type, str] = {
     run.TaskStarted: "task_started",
     run.TaskResumed: "task_resumed",
     run.ProfileMeasured: "profile",
+    run.KernelsCompiled: "kernels_compiled",
     run.BaseEvaluated: "base_evaluated",
     job.JobAdmitted: "job_admitted",
     job.JobResumed: "job_resumed",

@@ -42,6 +42,7 @@ __all__ = [
     "CommandRefused",
     "FinalistsJudged",
     "GpusOffered",
+    "KernelsCompiled",
     "OutOfMemory",
     "ProfileMeasured",
     "RunEvent",
@@ -174,6 +175,21 @@ class ProfileMeasured:
     peak_bytes: int
     duration_s: float
     expected_duration_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelsCompiled:
+    """Kernels of the task are compiled before its first step, those that were compiled before not counted.
+
+    Attributes:
+        done: How many are compiled.
+        total: How many there are.
+        duration_s: Seconds since the first was begun.
+    """
+
+    done: int
+    total: int
+    duration_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -385,6 +401,7 @@ RunEvent: TypeAlias = (
     TaskStarted
     | TaskResumed
     | ProfileMeasured
+    | KernelsCompiled
     | BaseEvaluated
     | JobAdmitted
     | JobResumed

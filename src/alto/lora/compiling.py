@@ -1,0 +1,65 @@
+"""Compiles the kernels of a bank before its first step, on tensors of one token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from alto.kernels import DropoutKey, LoraOperands, RowParts, TokenSchedule, choose_backend
+from alto.lora.bank import AdapterBank
+
+__all__ = ["compile_kernels"]
+
+
+def compile_kernels(
+    bank: AdapterBank, dtype: torch.dtype, *, has_dropout: bool, has_adamw: bool
+) -> Iterator[tuple[int, int]]:
+    """Compile what passes through the linear layers and steps of ``bank`` launch, one kernel at each turn.
+
+    Kernels of other modules (embeddings, experts, the output head) are compiled with them where they are the same, and
+    else at their first use. Only between two steps: the gradients of slot 0 are of no use afterwards.
+
+    Args:
+        bank: Adapters of all slots, whose layers have their operands.
+        dtype: Of the base model's activations.
+        has_dropout: Whether a job has dropout.
+        has_adamw: Whether a job has ``adamw_torch``.
+
+    Returns:
+        Number of kernels that are compiled, and of all; nothing where there is nothing to compile.
+    """
+    device = bank.params_ZP.device
+    ops = choose_backend(device=device)
+    keys = [None, DropoutKey(0.5, 0, 0)] if has_dropout else [None]
+    schedules = [TokenSchedule.build([0], [1], [1.0], [key]) for key in keys]
+
+    def run_group(operands: LoraOperands, schedule: TokenSchedule) -> None:
+        x_TK = torch.empty(1, operands.in_features, dtype=dtype, device=device)
+        ys = [torch.empty(1, width, dtype=dtype, device=device) for width in operands.out_features]
+        s_TQ = ops.grouped_shrink(x_TK, operands, schedule)
+        ops.grouped_expand(s_TQ, operands, ys, schedule)
+        ds_TQ = ops.grouped_backward_input(ys, operands, torch.empty_like(x_TK), schedule)
+        ops.grouped_backward_weight(x_TK, s_TQ, ys, ds_TQ, operands, schedule)
+
+    def run() -> None:
+        for operands in bank.operands_of_linear():
+            for schedule in schedules:
+                run_group(operands, schedule)
+        norms = ops.row_norms(bank.grads_ZP, [0], [1])
+        if has_adamw:
+            ops.bank_adamw(
+                *(bank.params_ZP, bank.grads_ZP, bank.params_ZP, bank.grads_ZP),
+                [0],
+                parts=[RowParts(1, 1, 1, 1)],
+                steps=[1],
+                learning_rates=[(0.0, 0.0)],
+                betas=[(0.9, 0.999)],
+                epsilons=[1e-8],
+                weight_decays=[0.0],
+                grad_scales=norms,
+                clears=[False],
+            )
+
+    yield from ops.compile_kernels(run)
+    bank.end_gradients([0])
