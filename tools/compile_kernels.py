@@ -42,6 +42,7 @@ from alto.kernels.triton_config import (
     shrink_config,
     square_sums_config,
     total_norms_config,
+    working_dtype,
 )
 from alto.kernels.triton_kernels.adamw import adamw_kernel
 from alto.kernels.triton_kernels.backward_weight import da_kernel, db_kernel
@@ -116,7 +117,12 @@ class Build:
         return f"| {op} | {dtypes} | {tiles} | {self.config.num_warps} | {self.config.num_stages} | {self.arch} |"
 
     def source(self) -> ASTSource:
-        known = self.config.constants | {"ALIGNMENT": VECTOR_SIZE, "DROPOUT": self.dropout}
+        has_working = working_dtype(self.wide or torch.bfloat16, self.bank) is not None
+        known = self.config.constants | {
+            "ALIGNMENT": VECTOR_SIZE,
+            "DROPOUT": self.dropout,
+            "HAS_WORKING": has_working,
+        }
         signature, constants, attributes = {}, {}, {}
         for index, name in enumerate(self.kernel.arg_names):
             # Tokens have their features next to each other, which Triton compiles in.
@@ -146,6 +152,9 @@ class Build:
             return "*fp64"
         if name.startswith(("grad_scales_", "settings_", "sums_", "norms_")):
             return "*fp32"
+        if name == "working_ZP" or (name == "params_ZP" and self.wide is not None):
+            # What products are computed with; the optimizer of a bank on a bfloat16 base writes it.
+            return POINTERS[working_dtype(self.wide or torch.bfloat16, self.bank) or self.bank]
         return POINTERS[self.bank]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alto.kernels import TokenSchedule, reference
+from alto.kernels import TokenSchedule, choose_backend, reference
 from alto.lora import AdapterBank, AdapterShape, BankLayout, TargetModule
 from kernels_lib.gate import relative_distance
 from kernels_lib.measure import DeviceLimits, time_op
@@ -61,12 +61,19 @@ class _Operands:
             modules=modules, max_rank=max(case.ranks), shared_inputs=(tuple(module.name for module in modules),)
         )
         bank_dtype = torch.float64 if exact else torch.float32
-        self.bank = AdapterBank(layout, len(case.ranks), device=device, dtype=bank_dtype)
+        self.bank = AdapterBank(
+            layout,
+            len(case.ranks),
+            device=device,
+            dtype=bank_dtype,
+            working_dtype=None if exact else choose_backend(device=device).working_dtype(dtype, bank_dtype),
+        )
         for slot, rank in enumerate(case.ranks):
             self.bank.occupy(slot, AdapterShape(rank=rank, targets=modules))
             for _, a_KR, b_RN in self.bank.matrices(self.bank.params_ZP, slot):
                 a_KR.copy_(torch.randn(a_KR.shape, generator=generator, device=device) * case.in_features**-0.5)
                 b_RN.copy_(torch.randn(b_RN.shape, generator=generator, device=device) * rank**-0.5)
+            self.bank.copy_weights(slot)
         self.lora = self.bank.operands(0, 0)
         self.schedule = TokenSchedule.build(range(len(case.ranks)), case.lengths, [2.0] * len(case.ranks))
 
@@ -139,20 +146,21 @@ def op_rows(
 
 
 def op_work(case: OpCase, dtype: torch.dtype) -> dict[str, tuple[float, float]]:
-    """Bytes that each op must move, each tensor once, and FLOPs that it must do; adapters are float32, products with
-    them as wide as the tokens."""
-    tokens, weight_bytes, out_features = sum(case.lengths), torch.float32.itemsize, sum(case.out_features)
+    """Bytes that each op must move, each tensor once, and FLOPs that it must do. Gradients are float32; adapters are read,
+    and products with them written, as wide as the tokens."""
+    tokens, out_features = sum(case.lengths), sum(case.out_features)
     x, ys = (tokens * width * dtype.itemsize for width in (case.in_features, out_features))
     # Each of the modules has the job's rank: together they make its S that many times as wide, and read X once.
     members = len(case.out_features)
     token_ranks = sum(length * rank for length, rank in zip(case.lengths, case.ranks, strict=True))
     ranks = sum(rank for length, rank in zip(case.lengths, case.ranks, strict=True) if length)
     s = members * token_ranks * dtype.itemsize
-    a, bs = members * ranks * case.in_features * weight_bytes, ranks * out_features * weight_bytes
+    num_a, num_bs = members * ranks * case.in_features, ranks * out_features
+    a, bs = num_a * dtype.itemsize, num_bs * dtype.itemsize
     through_a, through_b = 2.0 * members * token_ranks * case.in_features, 2.0 * token_ranks * out_features
     return {
         "grouped_shrink": (x + a + s, through_a),
         "grouped_expand": (ys + bs + s, through_b),
         "grouped_backward_input": (ys + x + a + bs + s, through_a + through_b),
-        "grouped_backward_weight": (x + ys + 2 * s + a + bs, through_a + through_b),
+        "grouped_backward_weight": (x + ys + 2 * s + (num_a + num_bs) * torch.float32.itemsize, through_a + through_b),
     }

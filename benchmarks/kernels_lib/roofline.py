@@ -89,6 +89,7 @@ class Version:
         weight_bytes: Of a number of an adapter where it is read to multiply with.
         overwrites_gradients: The first product of a step overwrites a gradient; else all are added to zeros, to which
             the optimizer has set it.
+        reads_norms: The clipping norm is a pass of its own over the gradients.
     """
 
     reads_outputs: bool
@@ -96,20 +97,31 @@ class Version:
     narrow_bytes: int
     weight_bytes: int
     overwrites_gradients: bool = False
+    reads_norms: bool = True
 
     @property
     def optimizer_bytes(self) -> int:
-        """Of a parameter in a step: 4 less where the gradient is not set to zero."""
-        return FLOOR_BYTES - ADAPTER_BYTES * self.overwrites_gradients
+        """Of a parameter in a step: 4 less where the gradient is not set to zero, and where no norm reads it; a copy of
+        the weight more where products read copies."""
+        copied = self.weight_bytes if self.weight_bytes < ADAPTER_BYTES else 0
+        return FLOOR_BYTES + copied - ADAPTER_BYTES * (self.overwrites_gradients + (not self.reads_norms))
 
 
 VERSIONS: Mapping[str, Version] = {
     "before": Version(reads_outputs=True, output_tile=64, narrow_bytes=4, weight_bytes=4),
     "outputs first": Version(reads_outputs=False, output_tile=64, narrow_bytes=4, weight_bytes=4),
     "16-bit products": Version(reads_outputs=False, output_tile=128, narrow_bytes=2, weight_bytes=4),
-    "now": Version(reads_outputs=False, output_tile=128, narrow_bytes=2, weight_bytes=4, overwrites_gradients=True),
-    "with 16-bit copies of the adapters": Version(
-        reads_outputs=False, output_tile=128, narrow_bytes=2, weight_bytes=2, overwrites_gradients=True
+    "overwritten gradients": Version(
+        reads_outputs=False, output_tile=128, narrow_bytes=2, weight_bytes=4, overwrites_gradients=True
+    ),
+    "now": Version(reads_outputs=False, output_tile=128, narrow_bytes=2, weight_bytes=2, overwrites_gradients=True),
+    "with norms out of da and db": Version(
+        reads_outputs=False,
+        output_tile=128,
+        narrow_bytes=2,
+        weight_bytes=2,
+        overwrites_gradients=True,
+        reads_norms=False,
     ),
 }
 """In the order in which they were or would be made; the last one does not exist."""

@@ -273,7 +273,7 @@ def test_the_floor_of_an_op_counts_what_a_group_shares_once():
             "grouped_shrink": 4 * (x + a + s),
             "grouped_expand": 4 * (s + bs + ys),
             "grouped_backward_input": 4 * (ys + bs + s + a + x),
-            "grouped_backward_weight": 4 * (x + ys + 2 * s + 2 * (a + bs)),
+            "grouped_backward_weight": 4 * (x + ys + 2 * s + a + bs),
         }
     )
 

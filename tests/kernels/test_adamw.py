@@ -50,13 +50,16 @@ class Bank:
         """A copy of all four tensors there, by their bits, so that NaN equals itself."""
         return [getattr(self, name)[where].clone().view(torch.uint8) for name in NAMES]
 
-    def step(self, ops: ModuleType, slots: list[int], steps: list[int], scales: list[float]) -> None:
+    def step(
+        self, ops: ModuleType, slots: list[int], steps: list[int], scales: list[float], working: Tensor | None = None
+    ) -> None:
         settings = [SETTINGS[slot] for slot in slots]
         ops.bank_adamw(
             self.params,
             self.grads,
             self.exp_avg,
             self.exp_avg_sq,
+            working,
             slots,
             parts=[PARTS[slot] for slot in slots],
             steps=steps,
@@ -214,3 +217,14 @@ class TestRowNorms:
         together = ops.row_norms(rows_ZP, self.SLOTS, self.ENDS)
         alone = [ops.row_norms(rows_ZP, [slot], [end]) for slot, end in zip(self.SLOTS, self.ENDS, strict=True)]
         assert torch.equal(together, torch.cat(alone))
+
+
+@BACKENDS
+def test_copies_of_the_weights_are_written_with_them(ops: ModuleType) -> None:
+    bank = Bank(torch.float32)
+    working = torch.full((NUM_ROWS, ROW_SIZE), 7.0, dtype=torch.float16)
+    bank.step(ops, [3, 0], [1, 1], [1.0, 1.0], working)
+    for slot in range(NUM_ROWS):
+        end = PARTS[slot].end if slot in (0, 3) else 0
+        assert torch.equal(working[slot, :end], bank.params[slot, :end].half())
+        assert (working[slot, end:] == 7.0).all()

@@ -359,6 +359,7 @@ class TestRows:
     def step(self, ops: ModuleType, banks: list[Tensor], rows: Sequence[int]) -> None:
         ops.bank_adamw(
             *banks,
+            None,
             rows,
             parts=[self.PARTS[row] for row in rows],
             steps=[2 + row for row in rows],

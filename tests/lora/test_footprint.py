@@ -46,19 +46,23 @@ NUM_SLOTS = 3
     ],
     ids="+".join,
 )
+@pytest.mark.parametrize("working", [None, torch.bfloat16], ids=["no copies", "copies"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_it_is_what_the_tensors_take(layout: BankLayout, optims: tuple[OptimizerName, ...], dtype: torch.dtype) -> None:
-    bank = AdapterBank(layout, NUM_SLOTS, dtype=dtype, initial=initial(layout))
+def test_it_is_what_the_tensors_take(
+    layout: BankLayout, working: torch.dtype | None, optims: tuple[OptimizerName, ...], dtype: torch.dtype
+) -> None:
+    bank = AdapterBank(layout, NUM_SLOTS, dtype=dtype, working_dtype=working, initial=initial(layout))
     optimizer = SlotAdamW(bank, optims)
     for slot in range(NUM_SLOTS):
         bank.occupy(slot, AdapterShape(rank=layout.max_rank, targets=MODULES, extras=layout.extras))
         optimizer.reset(slot, optims[-1])
     tensors = [bank.params_ZP, bank.grads_ZP, optimizer.exp_avg_ZP, optimizer.exp_avg_sq_ZP]
+    tensors += [] if bank.working_ZP is None else [bank.working_ZP]
     for of_slot in (own for own in optimizer._own.values() if isinstance(own, EightBitAdamW)):
         tensors += of_slot._parameters.values()
         tensors += [part for state in of_slot._optimizer.state.values() for part in state.values() if _is_tensor(part)]
     distinct = {tensor.data_ptr(): tensor.nbytes for tensor in tensors if tensor.numel()}
-    assert bank_bytes(layout, NUM_SLOTS, optims, dtype) == sum(distinct.values())
+    assert bank_bytes(layout, NUM_SLOTS, optims, dtype, working) == sum(distinct.values())
 
 
 @pytest.mark.parametrize(

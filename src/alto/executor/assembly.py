@@ -8,11 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
+import torch
+
 from alto.backbone import Backbone
 from alto.executor.micro_batches import MicroBatches
 from alto.executor.planned_job import PlannedJob
 from alto.executor.ranks import Ranks
 from alto.executor.trainer import Trainer
+from alto.kernels import choose_backend
 from alto.lora import (
     ADAPTER_DTYPES,
     AdapterBank,
@@ -29,7 +32,7 @@ from alto.lora import (
 from alto.spec import AdapterDtype
 from alto.spec.optimizers import OptimizerName
 
-__all__ = ["BankSize", "build_trainer"]
+__all__ = ["BankSize", "build_trainer", "working_dtype_on"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +47,7 @@ class BankSize:
         num_slots: Number of jobs that it can hold.
         optims: Optimizers of its jobs.
         adapter_dtype: Precision of adapters, their gradients and the moments of ``adamw_torch``.
+        working_dtype: Of the bank's copies of its weights; None without.
     """
 
     modules: tuple[TargetModule, ...]
@@ -53,6 +57,7 @@ class BankSize:
     optims: frozenset[OptimizerName]
     extras: tuple[ExtraTensor, ...] = ()
     adapter_dtype: AdapterDtype = "float32"
+    working_dtype: torch.dtype | None = None
 
     @classmethod
     def of(
@@ -80,13 +85,21 @@ class BankSize:
             optims=frozenset(job.config.optim for job in jobs),
             extras=BankLayout.extras_of(job.shape for job in jobs),
             adapter_dtype=adapter_dtype,
+            working_dtype=working_dtype_on(backbone, adapter_dtype),
         )
 
     @property
     def bytes_per_slot(self) -> int:
         """Bytes of an adapter of the largest rank on all modules, its gradient and its optimizer state."""
         layout = BankLayout(modules=self.modules, max_rank=self.max_rank, extras=self.extras)
-        return bank_bytes(layout, 1, self.optims, ADAPTER_DTYPES[self.adapter_dtype])
+        return bank_bytes(layout, 1, self.optims, ADAPTER_DTYPES[self.adapter_dtype], self.working_dtype)
+
+
+def working_dtype_on(backbone: Backbone, adapter_dtype: AdapterDtype) -> torch.dtype | None:
+    """Dtype of the copies that a bank on ``backbone`` keeps of its weights; None where it keeps none."""
+    ops = choose_backend(device=backbone.device)
+    found: torch.dtype | None = ops.working_dtype(backbone.dtype, ADAPTER_DTYPES[adapter_dtype])
+    return found
 
 
 def build_trainer(
@@ -113,6 +126,7 @@ def build_trainer(
         size.num_slots,
         device=backbone.device,
         dtype=ADAPTER_DTYPES[size.adapter_dtype],
+        working_dtype=size.working_dtype,
         initial=initial_values(backbone.model, size.extras),
     )
     optimizer = SlotAdamW(bank, size.optims)

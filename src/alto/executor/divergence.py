@@ -126,7 +126,9 @@ class Divergences:
                     self._bank.write(local_slot, start.weights)
                     self._start_rows[start] = params_ZP[local_slot].clone()
                 params_ZP[local_slot].copy_(self._start_rows[start])
+                self._bank.copy_weights(local_slot)
             yield
         finally:
             for local_slot, row_P in kept.items():
                 params_ZP[local_slot].copy_(row_P)
+                self._bank.copy_weights(local_slot)

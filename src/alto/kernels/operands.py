@@ -61,6 +61,8 @@ class LoraOperands:
         in_features: ``K``.
         out_features: ``N`` of every member.
         params_ZP, grads_ZP: The bank, contiguous in ``P``.
+        working_ZP: Copies of ``params_ZP`` in the dtype of factors (:func:`alto.kernels.reference.working_dtype`); None
+            where kernels read the bank itself.
         max_rank: The largest rank that a slot may hold.
         rank_step: A common divisor of all ranks that a slot may hold.
         alignment: A power of two up to ``VECTOR_SIZE`` that divides every matrix's start, rows and columns. Kernels are
@@ -79,6 +81,7 @@ class LoraOperands:
     max_rank: int
     rank_step: int = VECTOR_SIZE
     gradients: GroupGradients | None = None
+    working_ZP: Tensor | None = None
     slots: dict[int, SlotMatrices] = field(default_factory=dict, init=False)
     alignment: int = field(init=False)
     _places: dict[int, tuple[int, ...]] = field(default_factory=dict, init=False)

@@ -26,6 +26,7 @@ __all__ = [
     "grouped_expand",
     "grouped_shrink",
     "row_norms",
+    "working_dtype",
 ]
 
 
@@ -155,6 +156,7 @@ def bank_adamw(
     grads_ZP: Tensor,
     exp_avg_ZP: Tensor,
     exp_avg_sq_ZP: Tensor,
+    working_ZP: Tensor | None,
     slots: Sequence[int],
     *,
     parts: Sequence[RowParts],
@@ -177,6 +179,7 @@ def bank_adamw(
         grads_ZP: Their gradients.
         exp_avg_ZP: First moments.
         exp_avg_sq_ZP: Second moments.
+        working_ZP: Copies of the weights in another dtype, written with them; None where there are none.
         slots: Rows to update.
         parts: Parts of every row.
         steps: Number of this step in each row's own count, 1 for the first.
@@ -209,6 +212,9 @@ def bank_adamw(
             target.copy_(value)
         if is_cleared:
             grads.zero_()
+    if working_ZP is not None:
+        for slot, of_row in zip(slots, parts, strict=True):
+            working_ZP[slot, : of_row.end] = params_ZP[slot, : of_row.end]
 
 
 def compile_kernels(run: Callable[[], None]) -> Iterator[tuple[int, int]]:
@@ -222,6 +228,19 @@ def compile_kernels(run: Callable[[], None]) -> Iterator[tuple[int, int]]:
         Number of kernels that are compiled, and of all: first 0 of all, then after each.
     """
     return iter(())
+
+
+def working_dtype(base: torch.dtype, bank: torch.dtype) -> torch.dtype | None:
+    """In which dtype the ops want copies of the adapters to multiply with; None where they read the bank itself.
+
+    The bank then holds the master weights of mixed precision, which the optimizer updates, and the copies are what a
+    product would round them to.
+
+    Args:
+        base: Of the base model's activations.
+        bank: Of the bank.
+    """
+    return None
 
 
 def _scale_members(narrow_TQ: Tensor, matrices: SlotMatrices) -> None:

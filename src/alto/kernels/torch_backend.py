@@ -13,7 +13,7 @@ from torch.optim.adamw import adamw
 
 from alto.kernels.dropout import DropoutKey, dropped
 from alto.kernels.operands import LoraOperands, SlotMatrices
-from alto.kernels.reference import compile_kernels
+from alto.kernels.reference import compile_kernels, working_dtype
 from alto.kernels.row_parts import RowParts
 from alto.kernels.schedule import TokenSchedule
 
@@ -25,6 +25,7 @@ __all__ = [
     "grouped_expand",
     "grouped_shrink",
     "row_norms",
+    "working_dtype",
 ]
 
 
@@ -101,6 +102,7 @@ def bank_adamw(
     grads_ZP: Tensor,
     exp_avg_ZP: Tensor,
     exp_avg_sq_ZP: Tensor,
+    working_ZP: Tensor | None,
     slots: Sequence[int],
     *,
     parts: Sequence[RowParts],
@@ -148,6 +150,8 @@ def bank_adamw(
             )
         if clears[index]:
             grads_ZP[slot, :end].zero_()
+        if working_ZP is not None:
+            working_ZP[slot, :end] = params_ZP[slot, :end]
 
 
 def _occupied(

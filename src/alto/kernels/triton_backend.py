@@ -29,6 +29,7 @@ from alto.kernels.triton_config import (
     shrink_config,
     square_sums_config,
     total_norms_config,
+    working_dtype,
 )
 from alto.kernels.triton_kernels.adamw import adamw_kernel
 from alto.kernels.triton_kernels.backward_weight import da_kernel, db_kernel
@@ -45,6 +46,7 @@ __all__ = [
     "grouped_expand",
     "grouped_shrink",
     "row_norms",
+    "working_dtype",
 ]
 
 _MEMBERS = 3
@@ -56,11 +58,11 @@ _ROW_ALIGNMENT = 16
 
 def grouped_shrink(x_TK: Tensor, operands: LoraOperands, schedule: TokenSchedule) -> Tensor:
     """See :func:`alto.kernels.reference.grouped_shrink`; columns past a slot's own are left unwritten."""
-    bank = operands.params_ZP
+    bank = _factors(operands, x_TK.dtype)
     assert x_TK.shape == (schedule.num_tokens, operands.in_features)
     s_TQ = _narrow(x_TK, operands, schedule)
     table, places_Z = schedule.table(x_TK.device), operands.table()
-    config = shrink_config(operands.max_width, x_TK.dtype, bank.dtype)
+    config = shrink_config(operands.max_width, x_TK.dtype, operands.params_ZP.dtype)
     if table.num_blocks:
         launch(
             shrink_kernel,
@@ -80,11 +82,11 @@ def grouped_shrink(x_TK: Tensor, operands: LoraOperands, schedule: TokenSchedule
 
 def grouped_expand(s_TQ: Tensor, operands: LoraOperands, ys: Sequence[Tensor], schedule: TokenSchedule) -> None:
     """See :func:`alto.kernels.reference.grouped_expand`."""
-    bank = operands.params_ZP
+    bank = _factors(operands, ys[0].dtype)
     assert s_TQ.shape == (schedule.num_tokens, operands.max_width)
     assert s_TQ.stride(1) == 1
     table, places_Z = schedule.table(s_TQ.device), operands.table()
-    config = expand_config(ys[0].dtype, bank.dtype)
+    config = expand_config(ys[0].dtype, operands.params_ZP.dtype)
     if table.num_blocks:
         for part in _parts(ys, operands, schedule):
             launch(
@@ -160,6 +162,7 @@ def bank_adamw(
     grads_ZP: Tensor,
     exp_avg_ZP: Tensor,
     exp_avg_sq_ZP: Tensor,
+    working_ZP: Tensor | None,
     slots: Sequence[int],
     *,
     parts: Sequence[RowParts],
@@ -174,6 +177,7 @@ def bank_adamw(
     """See :func:`alto.kernels.reference.bank_adamw`; all rows in one launch."""
     banks = (params_ZP, grads_ZP, exp_avg_ZP, exp_avg_sq_ZP)
     assert {bank_ZP.stride() for bank_ZP in banks} == {(params_ZP.stride(0), 1)}
+    assert working_ZP is None or working_ZP.stride() == params_ZP.stride()
     if not slots:
         return
     rows = [(slot, *of_row, is_cleared) for slot, of_row, is_cleared in zip(slots, parts, clears, strict=True)]
@@ -189,9 +193,10 @@ def bank_adamw(
     launch(
         adamw_kernel,
         (ceil_div(longest, ADAMW_BLOCK), len(slots), 1),
-        (*banks, grad_scales.to(exact), rows_U6, settings_U10),
+        (*banks, params_ZP if working_ZP is None else working_ZP, grad_scales.to(exact), rows_U6, settings_U10),
         (params_ZP.stride(0),),
         adamw_config(params_ZP.dtype),
+        HAS_WORKING=working_ZP is not None,
         ALIGNMENT=math.gcd(VECTOR_SIZE, params_ZP.stride(0)),
     )
 
@@ -241,6 +246,14 @@ def _parts(tensors: Sequence[Tensor], operands: LoraOperands, schedule: TokenSch
         )
 
 
+def _factors(operands: LoraOperands, wide: torch.dtype) -> Tensor:
+    """The adapters to multiply with tensors of dtype ``wide``."""
+    working_ZP = operands.working_ZP
+    if working_ZP is None or working_dtype(wide, operands.params_ZP.dtype) != working_ZP.dtype:
+        return operands.params_ZP
+    return working_ZP
+
+
 def _narrow(wide: Tensor, operands: LoraOperands, schedule: TokenSchedule) -> Tensor:
     """An unwritten ``[T, Q]`` as wide as the widest slot, for products of ``wide``."""
     width = ceil_div(operands.max_width, _ROW_ALIGNMENT) * _ROW_ALIGNMENT
@@ -259,8 +272,8 @@ def _scale_members(narrow_TQ: Tensor, operands: LoraOperands, schedule: TokenSch
 
 
 def _write_ds(dys: Sequence[Tensor], operands: LoraOperands, ds_TQ: Tensor, schedule: TokenSchedule) -> None:
-    bank, table, places_Z = operands.params_ZP, schedule.table(ds_TQ.device), operands.table()
-    config = shrink_config(operands.max_rank, dys[0].dtype, bank.dtype)
+    bank, table, places_Z = _factors(operands, dys[0].dtype), schedule.table(ds_TQ.device), operands.table()
+    config = shrink_config(operands.max_rank, dys[0].dtype, operands.params_ZP.dtype)
     for part in _parts(dys, operands, schedule):
         tiles = ceil_div(operands.max_rank, config.constants["TILE"])
         launch(
@@ -278,8 +291,8 @@ def _write_ds(dys: Sequence[Tensor], operands: LoraOperands, ds_TQ: Tensor, sche
 
 def _write_dx(ds_TQ: Tensor, operands: LoraOperands, dx_TK: Tensor, schedule: TokenSchedule) -> None:
     assert dx_TK.shape == (schedule.num_tokens, operands.in_features)
-    bank, table, places_Z = operands.params_ZP, schedule.table(dx_TK.device), operands.table()
-    config = expand_config(dx_TK.dtype, bank.dtype)
+    bank, table, places_Z = _factors(operands, dx_TK.dtype), schedule.table(dx_TK.device), operands.table()
+    config = expand_config(dx_TK.dtype, operands.params_ZP.dtype)
     launch(
         dx_kernel,
         (ceil_div(operands.in_features, config.constants["BLOCK_W"]), table.num_blocks, 1),

@@ -32,6 +32,7 @@ __all__ = [
     "shrink_config",
     "square_sums_config",
     "total_norms_config",
+    "working_dtype",
 ]
 
 ADAMW_BLOCK = 1024
@@ -117,6 +118,11 @@ def narrow_dtype(wide: torch.dtype, bank: torch.dtype) -> torch.dtype:
     """In which the products ``s`` and ``ds`` are kept: that of the factors they become next, so that each is rounded
     once, and read as half as many bytes where factors have 16 bits."""
     return wide if _multiplies_16_bits(wide, bank) else bank
+
+
+def working_dtype(base: torch.dtype, bank: torch.dtype) -> torch.dtype | None:
+    """See :func:`alto.kernels.reference.working_dtype`: what factors are rounded to, read as half as many bytes."""
+    return base if _multiplies_16_bits(base, bank) and bank.itemsize > base.itemsize else None
 
 
 @cache

@@ -33,12 +33,16 @@ class AdapterBank:
         device: Device of the bank.
         dtype: Precision of weights and gradients.
         has_grads: False for adapters that are not trained: then gradients have a shape, and no memory.
+        working_dtype: Of the copies that products are computed with (:func:`alto.kernels.reference.working_dtype`);
+            None without copies.
         initial: What every further tensor of the layout starts with, by name, on any device.
 
     Attributes:
         layout: Layout of a row.
         initial: What every further tensor starts with, by name.
         params_ZP: Adapter weights.
+        working_ZP: Copies of the weights in the dtype of products; None where products read the weights themselves.
+            Whoever writes weights of a slot calls :meth:`copy_weights`.
         grads_ZP: Their gradients; accumulated by the backward pass, of use until :meth:`end_gradients`.
         anchor: A scalar that requires grad; see :func:`alto.kernels.grouped_lora_linear`.
     """
@@ -51,6 +55,7 @@ class AdapterBank:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         has_grads: bool = True,
+        working_dtype: torch.dtype | None = None,
         initial: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
         assert initial.keys() == {extra.name for extra in layout.extras}
@@ -59,6 +64,7 @@ class AdapterBank:
         self.num_slots = num_slots
         self.params_ZP = torch.zeros(num_slots, layout.row_size, device=device, dtype=dtype)
         self.grads_ZP = torch.zeros_like(self.params_ZP, device=None if has_grads else "meta")
+        self.working_ZP = None if working_dtype is None else torch.zeros_like(self.params_ZP, dtype=working_dtype)
         self.anchor = torch.zeros((), device=device, requires_grad=True)
         self._steps = GradientSteps(num_slots)
         self._gradients = {
@@ -79,20 +85,21 @@ class AdapterBank:
             number: The group's number in the model, which no job's targets change.
         """
         group = self.layout.groups[group_index]
-        params, grads = self.params_ZP, self.grads_ZP
-        if num_experts := group[0].num_experts:
-            params, grads = (
-                bank_ZP.view(1, -1).expand(num_experts * self.num_slots, -1) for bank_ZP in (params, grads)
-            )
+        num_experts = group[0].num_experts
+
+        def seen(bank_ZP: Tensor) -> Tensor:
+            return bank_ZP.view(1, -1).expand(num_experts * self.num_slots, -1) if num_experts else bank_ZP
+
         operands = LoraOperands(
             number=number,
             in_features=group[0].in_features,
             out_features=[module.out_features for module in group],
-            params_ZP=params,
-            grads_ZP=grads,
+            params_ZP=seen(self.params_ZP),
+            grads_ZP=seen(self.grads_ZP),
             max_rank=self.layout.max_rank,
             rank_step=self.layout.rank_step,
             gradients=self._gradients.get(group_index),
+            working_ZP=None if self.working_ZP is None else seen(self.working_ZP),
         )
         self._operands.append((group_index, operands))
         for slot in self._places:
@@ -120,6 +127,7 @@ class AdapterBank:
     def occupy(self, slot: int, shape: AdapterShape) -> None:
         """Give ``slot`` to an adapter of ``shape``; its weights and gradients start as zeros."""
         self.params_ZP[slot].zero_()
+        self.copy_weights(slot)
         self.grads_ZP[slot].zero_()
         self._steps.end([slot])
         self._places[slot] = places = self.layout.places(shape)
@@ -210,6 +218,7 @@ class AdapterBank:
             b.zero_()
         for extra, tensor in self.extras(self.params_ZP, slot):
             tensor.copy_(self.initial[extra.name])
+        self.copy_weights(slot)
 
     def read(self, slot: int, rows_ZP: Tensor | None = None) -> AdapterWeights:
         """A copy of the adapter in ``slot``, or of what another tensor with the bank's layout, such as the gradients,
@@ -227,6 +236,12 @@ class AdapterBank:
             b.copy_(weights[module.name][1])
         for extra, tensor in self.extras(self.params_ZP, slot):
             tensor.copy_(weights.extras[extra.name])
+        self.copy_weights(slot)
+
+    def copy_weights(self, slot: int) -> None:
+        """Copy the weights of ``slot`` to :attr:`working_ZP`, after they were written."""
+        if self.working_ZP is not None:
+            self.working_ZP[slot].copy_(self.params_ZP[slot])
 
     def matrices(self, rows_ZP: Tensor, slot: int) -> Iterator[tuple[TargetModule, Tensor, Tensor]]:
         """Views of ``slot``'s ``A`` (``[K, r]``) and ``B`` (``[r, N]``) in a tensor with the bank's layout, by module

@@ -49,7 +49,7 @@ def compile_kernels(
         norms = ops.row_norms(bank.grads_ZP, [0], [1])
         if has_adamw:
             ops.bank_adamw(
-                *(bank.params_ZP, bank.grads_ZP, bank.params_ZP, bank.grads_ZP),
+                *(bank.params_ZP, bank.grads_ZP, bank.params_ZP, bank.grads_ZP, bank.working_ZP),
                 [0],
                 parts=[RowParts(1, 1, 1, 1)],
                 steps=[1],

@@ -20,6 +20,7 @@ def bank_bytes(
     num_slots: int,
     optims: Collection[OptimizerName],
     adapter_dtype: torch.dtype = torch.float32,
+    working_dtype: torch.dtype | None = None,
 ) -> int:
     """Bytes of the tensors of an :class:`AdapterBank` and its :class:`SlotAdamW`, with the largest adapter in every
     slot under the costliest of ``optims``.
@@ -31,6 +32,7 @@ def bank_bytes(
         num_slots: Number of slots.
         optims: Optimizers of the task's jobs.
         adapter_dtype: Precision of adapters, gradients and moments.
+        working_dtype: Of the bank's copies of its weights; None without.
     """
     rows = 2 + 2 * ("adamw_torch" in optims)  # weights and gradients, two moments
     shapes: list[tuple[int, ...]] = [
@@ -43,4 +45,5 @@ def bank_bytes(
         else eight_bit_bytes(map(math.prod, shapes), adapter_dtype)
         for optim in set(optims) - {"adamw_torch"}
     ]
-    return num_slots * (rows * layout.row_size * adapter_dtype.itemsize + max(own, default=0))
+    bytes_of_rows = rows * adapter_dtype.itemsize + (0 if working_dtype is None else working_dtype.itemsize)
+    return num_slots * (bytes_of_rows * layout.row_size + max(own, default=0))

@@ -147,6 +147,7 @@ class SlotAdamW:
             self._bank.grads_ZP,
             self.exp_avg_ZP,
             self.exp_avg_sq_ZP,
+            self._bank.working_ZP,
             slots,
             parts=[place.parts for place in places],
             steps=[self.steps[slot] + 1 for slot in slots],
@@ -172,6 +173,7 @@ class SlotAdamW:
             config=update.config,
             learning_rate=update.learning_rate,
         )
+        bank.copy_weights(slot)
         if bank.is_cleared(slot):
             bank.grads_ZP[slot, : bank.places(slot).end].zero_()
         bank.end_gradients([slot])

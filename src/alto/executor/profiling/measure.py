@@ -17,7 +17,7 @@ from alto.backbone import Backbone
 from alto.data import DataOrder, JobRows, TaskData
 from alto.early_exit import policy_from
 from alto.errors import DeviceMemoryError
-from alto.executor.assembly import BankSize, build_trainer
+from alto.executor.assembly import BankSize, build_trainer, working_dtype_on
 from alto.executor.context import TaskContext
 from alto.executor.job_state import JobState
 from alto.executor.memory_errors import MemoryEvent, RowTooLargeError
@@ -98,11 +98,15 @@ class Measured:
         )
 
 
-def slot_bytes(task: Task, shapes: Sequence[AdapterShape], num_slots: int = 1) -> int:
-    """Bytes of a bank with ``num_slots`` slots into each of which any job of ``task`` fits, optimizer state included;
-    ``shapes`` are those of its jobs."""
+def slot_bytes(task: Task, backbone: Backbone, shapes: Sequence[AdapterShape], num_slots: int = 1) -> int:
+    """Bytes of a bank on ``backbone`` with ``num_slots`` slots into each of which any job of ``task`` fits, optimizer
+    state included; ``shapes`` are those of its jobs."""
     return bank_bytes(
-        _layout(shapes), num_slots, {job.config.optim for job in task.jobs}, ADAPTER_DTYPES[task.adapter_dtype]
+        _layout(shapes),
+        num_slots,
+        {job.config.optim for job in task.jobs},
+        ADAPTER_DTYPES[task.adapter_dtype],
+        working_dtype_on(backbone, task.adapter_dtype),
     )
 
 
@@ -154,7 +158,7 @@ def measure(
     capacity = -int(ranks.max(-capacity_bytes(backbone.device, ranks.size)))  # the smallest
     largest_batch = max(job.config.rows_per_step for job in task.jobs)
     num_jobs = _measured_jobs(task, backbone, shapes, capacity, ranks)
-    bank = slot_bytes(task, shapes, num_jobs)
+    bank = slot_bytes(task, backbone, shapes, num_jobs)
     todo = packings(num_jobs, largest_batch)
     vocabulary = backbone.model.get_input_embeddings().num_embeddings
     is_labelled = find_method(task.method).entry.is_labelled
@@ -226,7 +230,7 @@ class _Budget:
 
 def _measured_jobs(task: Task, backbone: Backbone, shapes: Sequence[AdapterShape], capacity: int, ranks: Ranks) -> int:
     """The number of jobs that a rank can hold at a time and that leaves half of its memory to steps."""
-    fitting = int((MARGIN * capacity - backbone.num_bytes) / 2 / slot_bytes(task, shapes))
+    fitting = int((MARGIN * capacity - backbone.num_bytes) / 2 / slot_bytes(task, backbone, shapes))
     of_rank = math.ceil(min(len(shapes), task.max_slots or len(shapes)) / ranks.size)
     return -int(ranks.max(-max(1, min(MAX_JOBS, of_rank, fitting))))
 
@@ -267,8 +271,10 @@ def _trainer(context: TaskContext, num_slots: int, refused: list[MemoryEvent]) -
         trainer.bank.grads_ZP,
         trainer.optimizer.exp_avg_ZP,
         trainer.optimizer.exp_avg_sq_ZP,
+        trainer.bank.working_ZP,
     ):
-        tensor.fill_(1.0).zero_()
+        if tensor is not None:
+            tensor.fill_(1.0).zero_()
     return trainer
 
 

@@ -100,7 +100,7 @@ def plan(context: TaskContext, *, refresh: bool = False) -> TaskPlan:
 def _plan(context: TaskContext, task: Task, *, refresh: bool) -> TaskPlan:
     jobs, device = context.jobs, context.backbone.device
     profile = _profile(context, task, refresh=refresh)
-    bytes_per_slot = slot_bytes(task, [job.shape for job in jobs])
+    bytes_per_slot = slot_bytes(task, context.backbone, [job.shape for job in jobs])
     works = [_work(job, context.row_tokens) for job in jobs]
     longest = max(split.longest_row for split in context.data.splits)
     packing = choose_packing(
@@ -216,7 +216,7 @@ def _is_roomy(context: TaskContext) -> bool:
     bytes_per_token = 2 * 4 * (config.num_hidden_layers * width + narrow) + 16 * config.hidden_size
     weights = context.backbone.num_bytes
     num_slots = min(context.task.max_slots or USUAL_SLOTS, len(shapes))
-    bank = slot_bytes(context.task, shapes, num_slots)
+    bank = slot_bytes(context.task, context.backbone, shapes, num_slots)
     longest = max(split.longest_row for split in context.data.splits)
     tokens = max(context.task.max_tokens_per_pass or USUAL_TOKENS_PER_PASS["cpu"], longest)
     bound = 2 * weights + bank + tokens * bytes_per_token

@@ -16,10 +16,12 @@ def adamw_kernel(
     grads_ZP,
     exp_avg_ZP,
     exp_avg_sq_ZP,
+    working_ZP,
     grad_scales_U,
     rows_U6,
     settings_U10,
     stride_z,
+    HAS_WORKING: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     BLOCK: tl.constexpr,
     ACCUMULATOR: tl.constexpr,
@@ -31,6 +33,7 @@ def adamw_kernel(
             set to zero, int64.
         settings_U10: Per row the rates of ``A`` and of ``B``, β₁, 1 - β₁, β₂, 1 - β₂, ε, weight decay, 1 - β₁ᵗ and
             1 - β₂ᵗ. The differences come from the host's float64: formed here they would lose half their digits.
+        working_ZP: Copies of the parameters in another dtype; any tensor where there are none (``HAS_WORKING``).
         ALIGNMENT: A power of two that divides the distance of two rows.
     """
     row = rows_U6 + 6 * tl.program_id(1)
@@ -48,11 +51,13 @@ def adamw_kernel(
             grads_ZP + base,
             exp_avg_ZP + base,
             exp_avg_sq_ZP + base,
+            working_ZP + base,
             grad_scale,
             settings,
             row,
             start,
             end,
+            HAS_WORKING,
             True,
             BLOCK,
             ACCUMULATOR,
@@ -63,11 +68,13 @@ def adamw_kernel(
             grads_ZP + base,
             exp_avg_ZP + base,
             exp_avg_sq_ZP + base,
+            working_ZP + base,
             grad_scale,
             settings,
             row,
             start,
             end,
+            HAS_WORKING,
             False,
             BLOCK,
             ACCUMULATOR,
@@ -80,11 +87,13 @@ def _update(
     grads_P,
     exp_avg_P,
     exp_avg_sq_P,
+    working_P,
     grad_scale,
     settings,
     row,
     start,
     end,
+    HAS_WORKING: tl.constexpr,
     IS_FULL: tl.constexpr,
     BLOCK: tl.constexpr,
     ACCUMULATOR: tl.constexpr,
@@ -106,6 +115,8 @@ def _update(
     params -= params * (rate * decay)
     params -= rate * (mean / deviation)
     store_columns(params_P, columns, params.to(params_P.dtype.element_ty), end, IS_FULL)
+    if HAS_WORKING:
+        store_columns(working_P, columns, params.to(working_P.dtype.element_ty), end, IS_FULL)
     store_columns(exp_avg_P, columns, exp_avg.to(exp_avg_P.dtype.element_ty), end, IS_FULL)
     store_columns(exp_avg_sq_P, columns, exp_avg_sq.to(exp_avg_sq_P.dtype.element_ty), end, IS_FULL)
     if tl.load(row + 5):
