@@ -146,8 +146,10 @@ def op_rows(
 
 
 def op_work(case: OpCase, dtype: torch.dtype) -> dict[str, tuple[float, float]]:
-    """Bytes that each op must move, each tensor once, and FLOPs that it must do. Gradients are float32; adapters, as they
-    are read, and products with them are as wide as the tokens."""
+    """Bytes that each op must move, each tensor once, and FLOPs that it must do.
+
+    Gradients are float32; adapters, as they are read, and products with them are as wide as the tokens.
+    """
     tokens, out_features = sum(case.lengths), sum(case.out_features)
     x, ys = (tokens * width * dtype.itemsize for width in (case.in_features, out_features))
     # Each of the modules has the job's rank: together they make its S that many times as wide, and read X once.
