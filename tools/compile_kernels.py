@@ -99,6 +99,7 @@ class Build:
     op: str
     config: KernelConfig
     dropout: bool
+    split: bool
     wide: torch.dtype | None
     bank: torch.dtype
     arch: int
@@ -113,7 +114,7 @@ class Build:
         constants = self.config.constants
         tiles = "×".join(str(constants[name]) for name in ("TILE", "BLOCK_T", "BLOCK_W", "BLOCK") if name in constants)
         dtypes = " / ".join(str(dtype).removeprefix("torch.") for dtype in (self.wide, self.bank) if dtype)
-        op = f"{self.op}, dropout" if self.dropout else self.op
+        op = ", ".join([self.op, *["dropout"] * self.dropout, *["parts"] * self.split])
         return f"| {op} | {dtypes} | {tiles} | {self.config.num_warps} | {self.config.num_stages} | {self.arch} |"
 
     def source(self) -> ASTSource:
@@ -121,6 +122,7 @@ class Build:
         known = self.config.constants | {
             "ALIGNMENT": VECTOR_SIZE,
             "DROPOUT": self.dropout,
+            "IS_SPLIT": self.split,
             "HAS_WORKING": has_working,
         }
         signature, constants, attributes = {}, {}, {}
@@ -144,7 +146,11 @@ class Build:
         if name in ("s_TQ", "ds_TQ"):
             assert self.wide is not None
             return POINTERS[narrow_dtype(self.wide, self.bank)]
-        if name.startswith(("blocks_", "segments_", "adds_")):
+        if name.startswith("planes_"):
+            # Where there is one part, the narrow tensor itself.
+            assert self.wide is not None
+            return "*fp32" if self.split else POINTERS[narrow_dtype(self.wide, self.bank)]
+        if name.startswith(("blocks_", "segments_", "adds_", "counters")):
             return "*i32"
         if name.startswith(("places_", "rows_")):
             return "*i64"
@@ -183,10 +189,12 @@ def _builds_of(arch: int, narrows: list[int], dtypes: list[str]) -> Iterator[Bui
             for op, (kernel, config_of) in PRODUCTS.items():
                 config = config_of(narrow, wide, bank)
                 for dropout in (False, True) if "DROPOUT" in kernel.arg_names else (False,):
-                    yield Build(op=op, config=config, dropout=dropout, wide=wide, bank=bank, arch=arch)
+                    for split in (False, True) if "IS_SPLIT" in kernel.arg_names else (False,):
+                        yield Build(op=op, config=config, dropout=dropout, split=split, wide=wide, bank=bank, arch=arch)
     for bank in dict.fromkeys(DTYPES[name][1] for name in dtypes):
         for op, (_, config_of) in OF_ROWS.items():
-            yield Build(op=op, config=config_of(bank), dropout=False, wide=None, bank=bank, arch=arch)
+            config = config_of(bank)
+            yield Build(op=op, config=config, dropout=False, split=False, wide=None, bank=bank, arch=arch)
 
 
 def compile_build(build: Build) -> Usage:
@@ -225,7 +233,8 @@ def page(lines: Iterable[str]) -> str:
             "Tiles are narrow × tokens × wide columns. Narrow are the ranks of a slot; in `shrink`, `dx` and `da` of",
             "all modules that share an input. More of them launch, or loop over, more tiles. `ds` and `dx` are the",
             "launches of `grouped_backward_input`, `da` and `db` those of `grouped_backward_weight`, `square sums` and",
-            "`total norms` those of `row_norms`. Adapters lie where vectors may begin, as of ranks divisible by 8.",
+            "`total norms` those of `row_norms`. With `parts`, sums are over more than 2,048 wide columns. Adapters",
+            "lie where vectors may begin, as of ranks divisible by 8.",
             "",
             "| op | base / bank | tiles | warps | stages | sm | registers | spilled bytes | shared KiB | per SM |",
             "|---|---|---|---:|---:|---:|---:|---:|---:|---:|",

@@ -23,6 +23,8 @@ GRADIENT_TILE = 64
 """Wide columns of a program of ``da`` and ``db``."""
 NARROW_TILE = 256
 """Most columns of a program on the narrow side, of 16-bit products."""
+PART = 2048
+"""Wide columns of a part of a sum in ``shrink`` and ``ds``."""
 TOKEN_BYTES, ADAPTER_BYTES = 2, 4
 FLOOR_BYTES = 36
 """Of a parameter in the floor: norm 4, AdamW reads weight, gradient and two moments and writes all four."""
@@ -89,6 +91,7 @@ class Version:
         weight_bytes: Of a number of an adapter where it is read to multiply with.
         overwrites_gradients: The first product of a step overwrites a gradient; else all are added to zeros, to which
             the optimizer has set it.
+        has_parts: Sums over more than ``PART`` wide columns are cut into parts, a program each.
         reads_norms: The clipping norm is a pass of its own over the gradients.
     """
 
@@ -97,6 +100,7 @@ class Version:
     narrow_bytes: int
     weight_bytes: int
     overwrites_gradients: bool = False
+    has_parts: bool = False
     reads_norms: bool = True
 
     @property
@@ -114,13 +118,24 @@ VERSIONS: Mapping[str, Version] = {
     "overwritten gradients": Version(
         reads_outputs=False, output_tile=128, narrow_bytes=2, weight_bytes=4, overwrites_gradients=True
     ),
-    "now": Version(reads_outputs=False, output_tile=128, narrow_bytes=2, weight_bytes=2, overwrites_gradients=True),
+    "16-bit copies of the adapters": Version(
+        reads_outputs=False, output_tile=128, narrow_bytes=2, weight_bytes=2, overwrites_gradients=True
+    ),
+    "now": Version(
+        reads_outputs=False,
+        output_tile=128,
+        narrow_bytes=2,
+        weight_bytes=2,
+        overwrites_gradients=True,
+        has_parts=True,
+    ),
     "with norms out of da and db": Version(
         reads_outputs=False,
         output_tile=128,
         narrow_bytes=2,
         weight_bytes=2,
         overwrites_gradients=True,
+        has_parts=True,
         reads_norms=False,
     ),
 }
@@ -285,14 +300,18 @@ class StepModel:
         q_tiles, r_tiles = math.ceil(widest / NARROW_TILE), math.ceil(max(self.ranks) / NARROW_TILE)
 
         def narrow_programs(wide_sizes: Sequence[int], per_rank: int) -> list[tuple[float, float]]:
-            """Of every block and wide size: it reads both sides whole, and stores narrow columns."""
+            """Of every block and part of a wide size: it reads both sides, and stores narrow columns. Of several parts
+            each stores a plane in float32, which one of them reads."""
             found = []
             for wide in wide_sizes:
+                sizes = _tiles(wide, PART) if version.has_parts else [wide]
+                plane = 2 * ADAPTER_BYTES if len(sizes) > 1 else 0
                 for rank, rows in blocks:
                     for columns in _tiles(rank * per_rank, NARROW_TILE):
-                        moved = TOKEN_BYTES * rows * wide
-                        moved += columns * (version.weight_bytes * wide + version.narrow_bytes * rows)
-                        found.append((moved, 2.0 * BLOCK_TOKENS * wide * _padded(columns)))
+                        for size in sizes:
+                            moved = TOKEN_BYTES * rows * size + columns * version.weight_bytes * size
+                            moved += columns * rows * (version.narrow_bytes / len(sizes) + plane)
+                            found.append((moved, 2.0 * BLOCK_TOKENS * size * _padded(columns)))
             return found
 
         def wide_programs(wide: int, per_rank: int, passes: int) -> list[tuple[float, float]]:
@@ -321,11 +340,24 @@ class StepModel:
 
         passes = 2 if version.reads_outputs else 1
 
+        def parts(wide: int) -> int:
+            return math.ceil(wide / PART) if version.has_parts else 1
+
+        def planes(wide_sizes: Sequence[int], per_rank: int) -> float:
+            """Bytes of planes that reach memory: they are read from L2."""
+            columns = per_rank * sum(rank * length for rank, length in jobs)
+            return ADAPTER_BYTES * columns * sum(parts(wide) for wide in wide_sizes if parts(wide) > 1)
+
         def n_tiles(tile: int) -> int:
             return sum(math.ceil(n / tile) for n in ns)
 
         yield self._kernel(
-            group, "shrink", x + a + narrow, through_a, narrow_programs([k], members), (len(blocks), q_tiles, 1)
+            group,
+            "shrink",
+            x + a + narrow + planes([k], members),
+            through_a,
+            narrow_programs([k], members),
+            (len(blocks), q_tiles, parts(k)),
         )
         expand = [work for n in ns for work in wide_programs(n, 1, passes)]
         yield self._kernel(
@@ -337,7 +369,12 @@ class StepModel:
             (n_tiles(version.output_tile), len(blocks), 1),
         )
         yield self._kernel(
-            group, "ds", ys + bs + narrow, through_b, narrow_programs(ns, 1), (len(blocks), members, r_tiles)
+            group,
+            "ds",
+            ys + bs + narrow + planes(ns, 1),
+            through_b,
+            narrow_programs(ns, 1),
+            (len(blocks), members, r_tiles * parts(max(ns))),
         )
         dx = wide_programs(k, members, passes)
         yield self._kernel(

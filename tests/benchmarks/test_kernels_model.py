@@ -61,6 +61,17 @@ def test_bytes_flops_and_programs_of_a_kernel_by_hand(roofline) -> None:
     assert kernels["down", "da"].grid == (8, 2, 1)
 
 
+def test_parts_of_long_sums_by_hand(roofline) -> None:
+    model = make_model(roofline, shape=SHAPE | {"intermediate_size": 5000})
+    kernels = {(kernel.group, kernel.kernel): kernel for kernel in model.kernels((70, 20))}
+    shrink, ds = kernels["down", "shrink"], kernels["gate up", "ds"]
+    columns = 16 * 70 + 64 * 20
+    assert shrink.num_bytes == 2 * 90 * 5000 + 2 * (16 + 64) * 5000 + 2 * columns + 3 * 4 * columns
+    assert (shrink.num_programs, shrink.grid) == (3 * 3, (3, 1, 3))
+    assert (ds.num_programs, ds.grid) == (3 * 2 * 3, (3, 2, 3))
+    assert kernels["gate up", "shrink"].grid == (3, 1, 1)
+
+
 def test_a_later_pass_of_a_step_adds_to_the_gradients_of_jobs_that_had_tokens(roofline) -> None:
     model = make_model(roofline)
     first, second = (
@@ -91,7 +102,7 @@ def test_each_version_is_faster_than_the_one_before(roofline) -> None:
     """At the size of a real model; in a small one the frozen GEMMs' read of what adapters wrote may take longer."""
     from kernels_lib.shapes import SHAPES
 
-    large = {"shape": SHAPES["1b"], "ranks": (16, 64) * 8, "passes": ((140,) * 16,), "sequences": ((140,) * 16,)}
+    large = {"shape": SHAPES["8b"], "ranks": (16, 64) * 8, "passes": ((140,) * 16,), "sequences": ((140,) * 16,)}
     steps = [make_model(roofline, version, **large).step_s for version in roofline.VERSIONS]
     assert steps == sorted(steps, reverse=True)
     assert len(set(steps)) == len(steps) > 2

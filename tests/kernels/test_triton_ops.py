@@ -24,7 +24,7 @@ from torch import Tensor
 
 from alto.kernels import DropoutKey, LoraOperands, RowParts, TokenSchedule, choose_backend
 from alto.kernels.dropout import dropout_factor, kept_factor
-from alto.kernels.triton_config import square_sums_config, total_norms_config
+from alto.kernels.triton_config import shrink_config, square_sums_config, total_norms_config
 
 REFERENCE = choose_backend("reference")
 CPU = torch.device("cpu")
@@ -237,6 +237,58 @@ def test_same_bits_every_time_and_in_any_company(ops: ModuleType) -> None:
         alone = together.alone(index).run(ops, torch.float32, torch.float32)
         assert torch.equal(alone.pop("gradients")[slot], first["gradients"][slot])
         assert all(torch.equal(tensor, first[name][start:end]) for name, tensor in alone.items())
+
+
+class TestParts:
+    """Long sums are cut into parts, each of a program of its own."""
+
+    RANKS_ZM = ((16, 16, 16), (3, 0, 3), (33, 33, 0), (0, 50, 50))
+
+    @pytest.fixture(autouse=True)
+    def short_parts(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("alto.kernels.triton_config.SPLIT", 64)
+        monkeypatch.setattr("alto.kernels.triton_backend.SPLIT", 64)
+        # It remembers what it has returned.
+        monkeypatch.setattr("alto.kernels.triton_backend.shrink_config", shrink_config.__wrapped__)
+
+    def drawn(self) -> Pass:
+        """One member has three parts, one just as many columns as a part, one fewer."""
+        return Pass([70, 5, 0, 66], self.RANKS_ZM, k=200, ns=[130, 64, 9], keys=[MASKED, None, None, MASKED])
+
+    @TRITON
+    def test_they_add_up(self, ops: ModuleType) -> None:
+        drawn = self.drawn()
+        for _ in range(2):  # counters are left as zeros for the next launch
+            assert_close(drawn.run(ops), drawn.run(REFERENCE))
+        for zeros in import_module("alto.kernels.triton_backend")._zeros.values():
+            assert not zeros.any()
+
+    @TRITON
+    def test_many_tiles_of_ranks(self, ops: ModuleType) -> None:
+        drawn = Pass([66, 3], [[130, 130], [65, 65]], k=130, ns=[70, 7])
+        assert_close(drawn.run(ops), drawn.run(REFERENCE))
+
+    @TRITON
+    def test_bits_do_not_depend_on_company(self, ops: ModuleType) -> None:
+        together = self.drawn()
+        first = together.run(ops, torch.float32, torch.float32)
+        for index, (slot, start, end) in enumerate(together.schedule.segments):
+            alone = together.alone(index).run(ops, torch.float32, torch.float32)
+            assert torch.equal(alone.pop("gradients")[slot], first["gradients"][slot])
+            assert all(torch.equal(tensor, first[name][start:end]) for name, tensor in alone.items())
+
+    @TRITON
+    def test_planes_that_nobody_wrote_are_not_read(self, ops: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+        plain = Tensor.new_empty
+
+        def new_empty(self: Tensor, *args: object, **kwargs: object) -> Tensor:
+            tensor = plain(self, *args, **kwargs)
+            return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+
+        drawn = self.drawn()
+        expected = drawn.run(REFERENCE)
+        monkeypatch.setattr(Tensor, "new_empty", new_empty)
+        assert_close(drawn.run(ops), expected)
 
 
 class TestDropout:

@@ -1,9 +1,9 @@
 """The ops as Triton kernels: launches per op do not grow with the number of slots. Runs on CUDA.
 
 Modules that read the same input share one read of it, and up to three members of a group share one launch over their
-outputs. Shapes as in :mod:`alto.kernels.reference`, which documents every op. No op synchronises host and device, none
-uses atomics: the same inputs give the same bits, and a slot's bits do not depend on the other slots. Nor does the
-compilation of a kernel: no argument that Triton specialises for changes as adapters come and go.
+outputs. Shapes as in :mod:`alto.kernels.reference`, which documents every op. No op synchronises host and device, and
+atomics count programs but add nothing: the same inputs give the same bits, and a slot's bits do not depend on the other
+slots. Nor does the compilation of a kernel: no argument that Triton specialises for changes as adapters come and go.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from alto.kernels.schedule import TokenSchedule
 from alto.kernels.triton_config import (
     ADAMW_BLOCK,
     NORM_SPAN,
+    SPLIT,
     adamw_config,
     backward_weight_config,
     expand_config,
@@ -64,16 +65,22 @@ def grouped_shrink(x_TK: Tensor, operands: LoraOperands, schedule: TokenSchedule
     table, places_Z = schedule.table(x_TK.device), operands.table()
     config = shrink_config(operands.max_width, x_TK.dtype, operands.params_ZP.dtype)
     if table.num_blocks:
+        tiles, parts = ceil_div(operands.max_width, config.constants["TILE"]), ceil_div(operands.in_features, SPLIT)
+        planes = _planes(s_TQ, operands, parts)
         launch(
             shrink_kernel,
-            (table.num_blocks, ceil_div(operands.max_width, config.constants["TILE"]), 1),
-            (x_TK, bank, s_TQ, table.blocks_B6, table.factors_Z2, places_Z),
+            (table.num_blocks, tiles, parts),
+            (
+                *(x_TK, bank, s_TQ, planes, _counters(s_TQ.device, table.num_blocks * tiles)),
+                *(table.blocks_B6, table.factors_Z2, places_Z),
+            ),
             (
                 *(operands.number, operands.in_features, *x_TK.stride()),
-                *(bank.stride(0), s_TQ.stride(0), places_Z.stride(0)),
+                *(bank.stride(0), s_TQ.stride(0), parts * s_TQ.stride(0), places_Z.stride(0)),
             ),
             config,
             DROPOUT=table.has_dropout,
+            IS_SPLIT=parts > 1,
             ALIGNMENT=operands.alignment,
         )
         _scale_members(s_TQ, operands, schedule)
@@ -261,6 +268,25 @@ def _narrow(wide: Tensor, operands: LoraOperands, schedule: TokenSchedule) -> Te
     return operands.params_ZP.new_empty(schedule.num_tokens, width, dtype=dtype)[:, : operands.max_width]
 
 
+def _planes(narrow_TQ: Tensor, operands: LoraOperands, num_parts: int) -> Tensor:
+    """Unwritten sums of every part of a product, ``[T, C, Q]`` with rows as wide as those of ``narrow_TQ``; any tensor
+    where there is one part."""
+    if num_parts == 1:
+        return narrow_TQ
+    exact = torch.promote_types(operands.params_ZP.dtype, torch.float32)
+    return narrow_TQ.new_empty(len(narrow_TQ), num_parts, narrow_TQ.stride(0), dtype=exact)
+
+
+_zeros: dict[torch.device, Tensor] = {}
+
+
+def _counters(device: torch.device, least: int) -> Tensor:
+    """At least so many zeros, int32, which every kernel leaves as zeros."""
+    if device not in _zeros or len(_zeros[device]) < least:
+        _zeros[device] = torch.zeros(max(1024, 1 << (least - 1).bit_length()), dtype=torch.int32, device=device)
+    return _zeros[device]
+
+
 def _scale_members(narrow_TQ: Tensor, operands: LoraOperands, schedule: TokenSchedule) -> None:
     """Multiply the columns of every slot's members by their ratios, where any is not 1; times 1, bits stay.
 
@@ -274,17 +300,21 @@ def _scale_members(narrow_TQ: Tensor, operands: LoraOperands, schedule: TokenSch
 def _write_ds(dys: Sequence[Tensor], operands: LoraOperands, ds_TQ: Tensor, schedule: TokenSchedule) -> None:
     bank, table, places_Z = _factors(operands, dys[0].dtype), schedule.table(ds_TQ.device), operands.table()
     config = shrink_config(operands.max_rank, dys[0].dtype, operands.params_ZP.dtype)
+    tiles = ceil_div(operands.max_rank, config.constants["TILE"])
     for part in _parts(dys, operands, schedule):
-        tiles = ceil_div(operands.max_rank, config.constants["TILE"])
+        parts = ceil_div(max(part.widths), SPLIT)
+        planes = _planes(ds_TQ, operands, parts)
+        counters = _counters(ds_TQ.device, table.num_blocks * part.num_members * tiles)
         launch(
             ds_kernel,
-            (table.num_blocks, part.num_members, tiles),
-            (*part.tensors, bank, ds_TQ, table.blocks_B6, places_Z),
+            (table.num_blocks, part.num_members, tiles * parts),
+            (*part.tensors, bank, ds_TQ, planes, counters, table.blocks_B6, places_Z),
             (
                 *(*part.widths, *part.strides, bank.stride(0), ds_TQ.stride(0)),
-                *(places_Z.stride(0), part.first_place),
+                *(parts * ds_TQ.stride(0), places_Z.stride(0), part.first_place, tiles),
             ),
             config,
+            IS_SPLIT=parts > 1,
             ALIGNMENT=operands.alignment,
         )
 

@@ -24,6 +24,7 @@ from alto.kernels.forward_table import BLOCK_TOKENS
 __all__ = [
     "ADAMW_BLOCK",
     "NORM_SPAN",
+    "SPLIT",
     "KernelConfig",
     "adamw_config",
     "backward_weight_config",
@@ -34,6 +35,10 @@ __all__ = [
     "total_norms_config",
     "working_dtype",
 ]
+
+SPLIT = 2048
+"""Wide columns of a part of ``shrink_kernel`` and ``ds_kernel``: one number for all shapes, so that the order of a sum
+depends on the layer alone."""
 
 ADAMW_BLOCK = 1024
 """Columns that one program of the optimizer updates."""
@@ -85,7 +90,7 @@ def shrink_config(num_narrow: int, wide: torch.dtype, bank: torch.dtype) -> Kern
     block_w, num_stages = (64, 3) if _multiplies_16_bits(wide, bank) else (32, 4)
     # Three-pass products keep two parts of every factor in registers, more than four warps have.
     num_warps = 8 if tile == 256 or wide.itemsize > 2 else 4
-    return _product(tile, BLOCK_TOKENS, block_w, wide, bank, num_warps=num_warps, num_stages=num_stages)
+    return _product(tile, BLOCK_TOKENS, block_w, wide, bank, num_warps=num_warps, num_stages=num_stages, SPLIT=SPLIT)
 
 
 @cache
@@ -163,6 +168,7 @@ def _product(
     *,
     num_warps: int,
     num_stages: int,
+    **others: int,
 ) -> KernelConfig:
     operand, accumulator, precision = _arithmetic(wide, bank)
     constants = {
@@ -172,6 +178,7 @@ def _product(
         "OPERAND": operand,
         "ACCUMULATOR": accumulator,
         "PRECISION": precision,
+        **others,
     }
     return KernelConfig(constants=constants, num_warps=num_warps, num_stages=num_stages)
 

@@ -1,4 +1,9 @@
-"""``narrow[i] = wide[i] @ weight_i``: the tokens of every slot through its own matrix, down to its own ranks."""
+"""``narrow[i] = wide[i] @ weight_i``: the tokens of every slot through its own matrix, down to its own ranks.
+
+A few blocks of tokens alone would leave most of a GPU idle. So every ``SPLIT`` wide columns have a program of their
+own, which writes its sum to a plane of its own; the last of them to be done, which an atomic counter tells, adds all
+planes in order. Sums depend neither on which one that is nor on how many blocks there are.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +16,13 @@ from alto.kernels.triton_kernels.members import of_member
 __all__ = ["ds_kernel", "shrink_kernel"]
 
 
-@triton.jit(do_not_specialize=["number", "stride_z", "stride_place"])
+@triton.jit(do_not_specialize=["number", "stride_z", "stride_planes_t", "stride_place"])
 def shrink_kernel(
     x_TK,
     params_ZP,
     s_TQ,
+    planes_TCQ,
+    counters,
     blocks_B6,
     factors_Z2,
     places_Z,
@@ -25,19 +32,29 @@ def shrink_kernel(
     stride_x_k,
     stride_z,
     stride_s_t,
+    stride_planes_t,
     stride_place,
     DROPOUT: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_W: tl.constexpr,
+    SPLIT: tl.constexpr,
     OPERAND: tl.constexpr,
     ACCUMULATOR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """``s[i] = dropout_i(x[i]) @ a_i``. Grid: blocks of tokens, tiles of ``TILE`` columns of ``Q``.
+    """``s[i] = dropout_i(x[i]) @ a_i``. Grid: blocks of tokens, tiles of ``TILE`` columns of ``Q``, parts of ``SPLIT``
+    features.
 
     Columns past a slot's own are left unwritten.
+
+    Args:
+        planes_TCQ: Of every token a row for each part, as far apart as those of ``s_TQ``, in the type of sums; any
+            tensor where there is one part.
+        counters: A zero for every block and tile, int32, left as zeros.
+        IS_SPLIT: Whether there is more than one part.
     """
     block = blocks_B6 + 6 * tl.program_id(0)
     slot = tl.load(block).to(tl.int64)
@@ -53,9 +70,12 @@ def shrink_kernel(
         x_TK + first.to(tl.int64) * stride_x_t,
         params_ZP + a_start + first_column,
         s_TQ + first.to(tl.int64) * stride_s_t + first_column,
+        planes_TCQ + first.to(tl.int64) * stride_planes_t + first_column,
+        counters + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1),
         block,
         tl.load(factors_Z2 + 2 * slot + 1),
         number,
+        tl.program_id(2),
         num_features,
         num_columns,
         stride_x_t,
@@ -63,23 +83,28 @@ def shrink_kernel(
         width,
         1,
         stride_s_t,
+        stride_planes_t,
         DROPOUT,
+        IS_SPLIT,
         TILE,
         BLOCK_T,
         BLOCK_W,
+        SPLIT,
         OPERAND,
         ACCUMULATOR,
         PRECISION,
     )
 
 
-@triton.jit(do_not_specialize=["stride_z", "stride_place", "first_place"])
+@triton.jit(do_not_specialize=["stride_z", "stride_planes_t", "stride_place", "first_place"])
 def ds_kernel(
     dy_0,
     dy_1,
     dy_2,
     params_ZP,
     ds_TQ,
+    planes_TCQ,
+    counters,
     blocks_B6,
     places_Z,
     num_0,
@@ -93,19 +118,27 @@ def ds_kernel(
     stride_2_n,
     stride_z,
     stride_ds_t,
+    stride_planes_t,
     stride_place,
     first_place,
+    num_tiles,
+    IS_SPLIT: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_W: tl.constexpr,
+    SPLIT: tl.constexpr,
     OPERAND: tl.constexpr,
     ACCUMULATOR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """``ds[i] = dy[i] @ b_iᵀ`` of up to three members. Grid: blocks of tokens, members, tiles of ``TILE`` ranks.
+    """``ds[i] = dy[i] @ b_iᵀ`` of up to three members.
+
+    Grid: blocks of tokens, members, tiles of ``TILE`` ranks for each part of ``SPLIT`` out-features.
 
     Args:
+        planes_TCQ, counters, IS_SPLIT: As of :func:`shrink_kernel`; a counter for every block, member and tile.
+        num_tiles: Tiles of ranks.
         first_place: Where the first of the members begins in a row of ``places_Z``.
     """
     block = blocks_B6 + 6 * tl.program_id(0)
@@ -114,20 +147,27 @@ def ds_kernel(
     member = tl.program_id(1)
     place = places_Z + slot * stride_place + first_place + 3 * member
     column = tl.multiple_of(tl.load(place), ALIGNMENT)
-    first_rank = tl.program_id(2) * TILE
+    part = tl.program_id(2) // num_tiles
+    tile = tl.program_id(2) % num_tiles
+    first_rank = tile * TILE
     num_ranks = tl.multiple_of(tl.minimum(tl.load(place + 1).to(tl.int32) - first_rank, TILE), ALIGNMENT)
     if num_ranks <= 0:
         return
     b_start = tl.multiple_of(slot * stride_z + tl.load(place + 2), ALIGNMENT)
     num_wide = of_member(member, num_0, num_1, num_2)
+    if part * SPLIT >= num_wide:
+        return
     stride_dy_t = of_member(member, stride_0_t, stride_1_t, stride_2_t)
     _shrink_by_own_tile(
         of_member(member, dy_0, dy_1, dy_2) + first.to(tl.int64) * stride_dy_t,
         params_ZP + b_start + first_rank * num_wide,
         ds_TQ + first.to(tl.int64) * stride_ds_t + column + first_rank,
+        planes_TCQ + first.to(tl.int64) * stride_planes_t + column + first_rank,
+        counters + (tl.program_id(0) * tl.num_programs(1) + member) * num_tiles + tile,
         block,
         1.0,
         0,
+        part,
         num_wide,
         num_ranks,
         stride_dy_t,
@@ -135,10 +175,13 @@ def ds_kernel(
         1,
         num_wide,
         stride_ds_t,
+        stride_planes_t,
         False,
+        IS_SPLIT,
         TILE,
         BLOCK_T,
         BLOCK_W,
+        SPLIT,
         OPERAND,
         ACCUMULATOR,
         PRECISION,
@@ -150,9 +193,12 @@ def _shrink_by_own_tile(
     wide_TW,
     weight_WR,
     narrow_TR,
+    planes_TCR,
+    counter,
     block,
     factor,
     number,
+    part,
     num_wide,
     num_narrow,
     stride_wide_t,
@@ -160,10 +206,13 @@ def _shrink_by_own_tile(
     stride_weight_w,
     stride_weight_r,
     stride_narrow_t,
+    stride_planes_t,
     DROPOUT: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_W: tl.constexpr,
+    SPLIT: tl.constexpr,
     OPERAND: tl.constexpr,
     ACCUMULATOR: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -177,9 +226,12 @@ def _shrink_by_own_tile(
                     wide_TW,
                     weight_WR,
                     narrow_TR,
+                    planes_TCR,
+                    counter,
                     block,
                     factor,
                     number,
+                    part,
                     num_wide,
                     num_narrow,
                     stride_wide_t,
@@ -187,10 +239,13 @@ def _shrink_by_own_tile(
                     stride_weight_w,
                     stride_weight_r,
                     stride_narrow_t,
+                    stride_planes_t,
                     DROPOUT,
+                    IS_SPLIT,
                     2**exponent,
                     BLOCK_T,
                     BLOCK_W if exponent <= 6 else BLOCK_W // 2,
+                    SPLIT,
                     OPERAND,
                     ACCUMULATOR,
                     PRECISION,
@@ -202,9 +257,12 @@ def _shrink(
     wide_TW,
     weight_WR,
     narrow_TR,
+    planes_TCR,
+    counter,
     block,
     factor,
     number,
+    part,
     num_wide,
     num_narrow,
     stride_wide_t,
@@ -212,10 +270,13 @@ def _shrink(
     stride_weight_w,
     stride_weight_r,
     stride_narrow_t,
+    stride_planes_t,
     DROPOUT: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_W: tl.constexpr,
+    SPLIT: tl.constexpr,
     OPERAND: tl.constexpr,
     ACCUMULATOR: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -228,7 +289,9 @@ def _shrink(
     if DROPOUT:
         keys = token_keys(tl.load(block + 4), number, tl.load(block + 3) + t)
         threshold = tl.load(block + 5)
-    for first_wide in range(0, num_wide, BLOCK_W):
+    first_of_part = part * SPLIT if IS_SPLIT else 0
+    end_of_part = tl.minimum(first_of_part + SPLIT, num_wide) if IS_SPLIT else num_wide
+    for first_wide in range(first_of_part, end_of_part, BLOCK_W):
         w = first_wide + columns
         wide = tl.load(
             wide_TW + t * stride_wide_t + w[None, :] * stride_wide_w,
@@ -243,10 +306,60 @@ def _shrink(
         if DROPOUT:
             wide = tl.where(is_kept(keys, w[None, :], threshold), wide, 0.0)
         total = tl.dot(wide.to(OPERAND), weight.to(OPERAND), total, input_precision=PRECISION, out_dtype=ACCUMULATOR)
+    mask = (t < num_tokens) & (r < num_narrow)
+    if not IS_SPLIT:
+        _store(narrow_TR + t * stride_narrow_t + r, total, factor, mask, DROPOUT, ACCUMULATOR)
+    else:
+        tl.store(planes_TCR + t * stride_planes_t + part * stride_narrow_t + r, total, mask=mask)
+        tl.debug_barrier()  # the counter tells of the whole plane
+        num_parts = tl.cdiv(num_wide, SPLIT)
+        if tl.atomic_add(counter, 1, sem="acq_rel") == num_parts - 1:
+            _add_planes(
+                planes_TCR,
+                narrow_TR,
+                factor,
+                num_tokens,
+                num_narrow,
+                num_parts,
+                stride_planes_t,
+                stride_narrow_t,
+                DROPOUT,
+                BLOCK_R,
+                ACCUMULATOR,
+            )
+            tl.store(counter, 0)
+
+
+@triton.jit
+def _add_planes(
+    planes_TCR,
+    narrow_TR,
+    factor,
+    num_tokens,
+    num_narrow,
+    num_parts,
+    stride_planes_t,
+    stride_narrow_t,
+    DROPOUT: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    ACCUMULATOR: tl.constexpr,
+):
+    # A few tokens at a time take few registers.
+    NUM_TOKENS: tl.constexpr = 16
+    r = tl.arange(0, BLOCK_R)[None, :]
+    for first in range(0, num_tokens, NUM_TOKENS):
+        t = first + tl.arange(0, NUM_TOKENS)[:, None]
+        mask = (t < num_tokens) & (r < num_narrow)
+        total = tl.zeros((NUM_TOKENS, BLOCK_R), dtype=ACCUMULATOR)
+        for part in range(0, num_parts):
+            # Past the cache of this multiprocessor, which may hold what was there before.
+            plane = planes_TCR + t * stride_planes_t + part * stride_narrow_t + r
+            total += tl.load(plane, mask=mask, other=0.0, cache_modifier=".cg")
+        _store(narrow_TR + t * stride_narrow_t + r, total, factor, mask, DROPOUT, ACCUMULATOR)
+
+
+@triton.jit
+def _store(narrow_TR, total, factor, mask, DROPOUT: tl.constexpr, ACCUMULATOR: tl.constexpr):
     if DROPOUT:
         total *= factor.to(ACCUMULATOR)
-    tl.store(
-        narrow_TR + t * stride_narrow_t + r,
-        total.to(narrow_TR.dtype.element_ty),
-        mask=(t < num_tokens) & (r < num_narrow),
-    )
+    tl.store(narrow_TR, total.to(narrow_TR.dtype.element_ty), mask=mask)
