@@ -61,13 +61,8 @@ class _Operands:
             modules=modules, max_rank=max(case.ranks), shared_inputs=(tuple(module.name for module in modules),)
         )
         bank_dtype = torch.float64 if exact else torch.float32
-        self.bank = AdapterBank(
-            layout,
-            len(case.ranks),
-            device=device,
-            dtype=bank_dtype,
-            working_dtype=None if exact else choose_backend(device=device).working_dtype(dtype, bank_dtype),
-        )
+        self.bank = AdapterBank(layout, len(case.ranks), device=device, dtype=bank_dtype)
+        self.bank.keep_copies(None if exact else choose_backend(device=device).working_dtype(dtype, bank_dtype))
         for slot, rank in enumerate(case.ranks):
             self.bank.occupy(slot, AdapterShape(rank=rank, targets=modules))
             for _, a_KR, b_RN in self.bank.matrices(self.bank.params_ZP, slot):

@@ -51,7 +51,8 @@ NUM_SLOTS = 3
 def test_it_is_what_the_tensors_take(
     layout: BankLayout, working: torch.dtype | None, optims: tuple[OptimizerName, ...], dtype: torch.dtype
 ) -> None:
-    bank = AdapterBank(layout, NUM_SLOTS, dtype=dtype, working_dtype=working, initial=initial(layout))
+    bank = AdapterBank(layout, NUM_SLOTS, dtype=dtype, initial=initial(layout))
+    bank.keep_copies(working)
     optimizer = SlotAdamW(bank, optims)
     for slot in range(NUM_SLOTS):
         bank.occupy(slot, AdapterShape(rank=layout.max_rank, targets=MODULES, extras=layout.extras))

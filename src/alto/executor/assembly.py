@@ -126,9 +126,9 @@ def build_trainer(
         size.num_slots,
         device=backbone.device,
         dtype=ADAPTER_DTYPES[size.adapter_dtype],
-        working_dtype=size.working_dtype,
         initial=initial_values(backbone.model, size.extras),
     )
+    bank.keep_copies(size.working_dtype)
     optimizer = SlotAdamW(bank, size.optims)
     forward_context = inject(backbone.model, bank, backbone.rows_in_pass)
     return Trainer(backbone, bank, optimizer, forward_context, micro_batches, ranks or Ranks())

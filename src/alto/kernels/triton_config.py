@@ -87,6 +87,8 @@ def shrink_config(num_narrow: int, wide: torch.dtype, bank: torch.dtype) -> Kern
     Reading the wide side once dominates the time; many of its loads must be in flight at once.
     """
     tile = _tile(num_narrow, wide, bank)
+    if wide.itemsize == 2 and not _multiplies_16_bits(wide, bank):
+        tile = 64  # TF32 factors of wider tiles take more registers than there are
     block_w, num_stages = (64, 3) if _multiplies_16_bits(wide, bank) else (32, 4)
     # Three-pass products keep two parts of every factor in registers, more than four warps have.
     num_warps = 8 if tile == 256 or wide.itemsize > 2 else 4

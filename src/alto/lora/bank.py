@@ -33,8 +33,6 @@ class AdapterBank:
         device: Device of the bank.
         dtype: Precision of weights and gradients.
         has_grads: False for adapters that are not trained: then gradients have a shape, and no memory.
-        working_dtype: Of the copies that products are computed with (:func:`alto.kernels.reference.working_dtype`);
-            None without copies.
         initial: What every further tensor of the layout starts with, by name, on any device.
 
     Attributes:
@@ -55,7 +53,6 @@ class AdapterBank:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         has_grads: bool = True,
-        working_dtype: torch.dtype | None = None,
         initial: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
         assert initial.keys() == {extra.name for extra in layout.extras}
@@ -64,7 +61,7 @@ class AdapterBank:
         self.num_slots = num_slots
         self.params_ZP = torch.zeros(num_slots, layout.row_size, device=device, dtype=dtype)
         self.grads_ZP = torch.zeros_like(self.params_ZP, device=None if has_grads else "meta")
-        self.working_ZP = None if working_dtype is None else torch.zeros_like(self.params_ZP, dtype=working_dtype)
+        self.working_ZP: Tensor | None = None
         self.anchor = torch.zeros((), device=device, requires_grad=True)
         self._steps = GradientSteps(num_slots)
         self._gradients = {
@@ -74,6 +71,12 @@ class AdapterBank:
         self._cleared: set[int] = set()
         self._operands: list[tuple[int, LoraOperands]] = []
         self._tensors: list[tuple[ExtraTensor, SlotTensors]] = []
+
+    def keep_copies(self, dtype: torch.dtype | None) -> None:
+        """Keep copies of the weights that products read (:func:`alto.kernels.reference.working_dtype`), before operands
+        are handed out; None for no copies."""
+        assert not self._operands, "operands would not know of them"
+        self.working_ZP = None if dtype is None else self.params_ZP.to(dtype, copy=True)
 
     def operands(self, group_index: int, number: int) -> LoraOperands:
         """The view of the bank for group ``group_index`` of the layout; it stays valid as jobs come and go.
