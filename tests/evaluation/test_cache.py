@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import torch
-from transformers import DynamicCache, LlamaConfig, MistralConfig
+import inspect
 
-from alto.evaluation.cache import roomy_cache
+import torch
+from torch import nn
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig
+
+from alto.evaluation.cache import cache_argument, roomy_cache
 
 CONFIG = LlamaConfig(num_hidden_layers=1)
 
@@ -39,3 +42,20 @@ def test_sliding_windows_stay_transformers_own() -> None:
     assert [type(layer) for layer in roomy_cache(config).layers] == [
         type(layer) for layer in DynamicCache(config=config).layers
     ]
+
+
+def test_the_argument_is_the_one_the_model_has() -> None:
+    config = LlamaConfig(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, head_dim=8
+    )
+    model = LlamaForCausalLM(config)
+    assert cache_argument(model) in inspect.signature(LlamaForCausalLM.forward).parameters
+
+    class OwnCode(nn.Module):
+        def forward(self, input_ids: object, past_key_values: object = None) -> None: ...
+
+    class NewerOwnCode(nn.Module):
+        def forward(self, input_ids: object, cache: object = None) -> None: ...
+
+    assert cache_argument(OwnCode()) == "past_key_values"
+    assert cache_argument(NewerOwnCode()) == "cache"

@@ -18,6 +18,7 @@ from transformers import GenerationConfig, MambaConfig, MambaForCausalLM, PreTra
 from alto.backbone import Backbone
 from alto.errors import DataError, DeviceMemoryError
 from alto.evaluation.adapter import loaded_adapters
+from alto.evaluation.cache import cache_argument
 from alto.evaluation.generate import check_prompts, complete, max_positions
 from alto.lora import AdapterWeights, SavedAdapter, read_saved_adapter
 
@@ -226,7 +227,7 @@ def test_one_text_that_does_not_fit_is_said_to_be_too_large(tiny_model: ModelFac
     model = tiny_model("llama")
 
     def refuse(_: Any, __: Any, settings: dict[str, Any]) -> None:
-        if "past_key_values" in settings:
+        if cache_argument(model) in settings:
             raise torch.OutOfMemoryError("no memory, as the test wants it")
 
     model.register_forward_pre_hook(refuse, with_kwargs=True)

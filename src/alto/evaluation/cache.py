@@ -3,14 +3,15 @@ it."""
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
-__all__ = ["roomy_cache"]
+__all__ = ["cache_argument", "roomy_cache"]
 
 _GROWTH = 1.5
 
@@ -20,6 +21,12 @@ def roomy_cache(config: PreTrainedConfig) -> DynamicCache:
     cache = DynamicCache(config=config)
     cache.layers = [_RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
+
+
+def cache_argument(model: nn.Module) -> str:
+    """Name of the argument by which ``model`` takes a cache: ``cache`` since transformers 5.24, ``past_key_values``
+    before it and in models with code of their own."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 class _RoomyLayer(DynamicLayer):

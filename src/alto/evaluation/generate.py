@@ -14,7 +14,7 @@ import torch
 
 from alto.backbone import Backbone, is_out_of_memory, limits_of, release_memory
 from alto.errors import DataError, DeviceMemoryError
-from alto.evaluation.cache import roomy_cache
+from alto.evaluation.cache import cache_argument, roomy_cache
 from alto.lora import ServedAdapters
 
 __all__ = ["check_prompts", "complete", "end_tokens", "max_positions"]
@@ -158,6 +158,7 @@ def _write(
     mask_BL = torch.tensor([[0] * (width - length) + [1] * length for length in lengths], device=device)
     positions_BT = (mask_BL.cumsum(1) - 1).clamp(min=0)
     cache = roomy_cache(backbone.model.config)
+    cache_setting = {cache_argument(backbone.model): cache}
     schedule = served.schedule(_tokens_of_slots(texts, width, len(served)))
     while True:
         with served.use(schedule):
@@ -165,9 +166,9 @@ def _write(
                 input_ids=ids_BT,
                 attention_mask=mask_BL,
                 position_ids=positions_BT,
-                past_key_values=cache,
                 use_cache=True,
                 logits_to_keep=1,
+                **cache_setting,
             ).logits
         next_B = logits_B1V[:, -1].argmax(-1)
         going = [row for row, token in enumerate(next_B.tolist()) if texts[row].take(token, ends)]
