@@ -42,6 +42,7 @@ class Backbone:
         path: What ``from_pretrained`` takes for it.
         max_length: Longest sequence that every forward pass computes alike, whatever else is in it; None without such
             a limit.
+        is_compiled: Whether its layers are compiled.
         is_padded: Whether it computes a padded row per sequence; its packed forward pass differed from its own.
         why_padded: What differed; empty where it is packed.
         is_checkpointed: Whether each layer's activations are recomputed in the backward pass.
@@ -63,7 +64,7 @@ class Backbone:
         self.model = model.requires_grad_(False).eval()
         self.tokenizer = tokenizer
         self.path = path
-        self.is_checkpointed = False
+        self.is_checkpointed, self.is_compiled = False, torch_compile
         self._head = OutputHead(model)
         self._limit = length_limit(model.config)
         self._own_attention = model.config._attn_implementation
@@ -130,12 +131,18 @@ class Backbone:
         return hidden
 
     @property
-    def rows_in_pass(self) -> Callable[[], PaddedRows | None]:
-        """Gives the padded rows of the forward pass in progress; None where there is none, or sequences are packed.
+    def rows_in_pass(self) -> Callable[[], PaddedRows | None] | None:
+        """Gives the padded rows of the forward pass in progress, and None outside of one; None where sequences are
+        packed.
 
         Modules of the model keep it, so it does not refer to the backbone: that is freed when it is dropped.
         """
-        return partial(_rows_in_pass, self.device if self.is_padded else None)
+        return partial(_rows_in_pass, self.device) if self.is_padded else None
+
+    def current_rows(self) -> PaddedRows | None:
+        """The padded rows of the forward pass in progress; None outside of one, and where sequences are packed."""
+        rows = self.rows_in_pass
+        return None if rows is None else rows()
 
     def _padded_hidden_states(self, input_ids_T: Tensor, sequences: Sequences) -> Tensor:
         """Hidden states ``[T, H]``; positions are those that the model itself gives to rows padded on the right."""
@@ -235,16 +242,17 @@ class Backbone:
         return self._head.token_losses(hidden_SH, targets_S, tokens)
 
 
-def _rows_in_pass(device: torch.device | None) -> PaddedRows | None:
+def _rows_in_pass(device: torch.device) -> PaddedRows | None:
     sequences = attention.current_sequences()
-    return None if sequences is None or device is None else sequences.padded(device)
+    return None if sequences is None else sequences.padded(device)
 
 
 def _compile_layers(model: PreTrainedModel) -> None:
-    """Compile the parts of a layer around its linear modules and its attention, which are not compiled.
+    """Compile the parts of a layer before and behind its attention, which is not compiled.
 
-    Fewer launches: norms, rotations, activations and sums become one kernel each. All layers share what is compiled,
-    and any number of tokens.
+    Fewer launches: norms, rotations, activations and sums become one kernel each. Linear layers with adapters are calls
+    in what is compiled, unless jobs train biases or magnitudes of theirs. All layers share what is compiled, and any
+    number of tokens.
     """
     compiler = os.environ.get("CXX") or next(filter(shutil.which, ("g++", "clang++")), None)
     if compiler is None:

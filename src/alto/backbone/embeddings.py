@@ -26,7 +26,7 @@ def changed_embeddings(backbone: Backbone, change: Callable[[Tensor], Tensor]) -
     """
 
     def hook(_module: Any, _inputs: Any, output: Tensor) -> Tensor:
-        rows, embedded_PH = backbone.rows_in_pass(), output.flatten(0, -2)
+        rows, embedded_PH = backbone.current_rows(), output.flatten(0, -2)
         if rows is None:
             return change(embedded_PH).view_as(output)
         return rows.spread(change(rows.collect(embedded_PH))).view_as(output)

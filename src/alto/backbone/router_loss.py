@@ -107,7 +107,7 @@ def recorded_routers(backbone: Backbone) -> Iterator[list[Tensor]]:
         given = getattr(output, "router_logits", None)
         if not given:
             raise _refusal(backbone.model, "no router_logits in its output")
-        rows = backbone.rows_in_pass()
+        rows = backbone.current_rows()
         flat = [logits.flatten(0, -2) for logits in given]
         found[:] = flat if rows is None else [rows.collect(logits_PE) for logits_PE in flat]
 

@@ -22,7 +22,7 @@ from alto.spec import BaseModelSpec
 from alto.spec.metric import metric_notes
 from alto.version import version_of
 
-__all__ = ["RunStart", "begin_events", "resume_event"]
+__all__ = ["RunStart", "begin_events", "compile_notes", "resume_event"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +81,7 @@ def begin_events(state: TaskState, start: RunStart) -> Iterator[Event]:
             *data.notes,
             *model_notes(context.backbone.model, configs, task.method),
             *_padding_notes(context.backbone),
+            *compile_notes(state),
             *metric_notes(task.metric, task.method, configs),
             *_rung_notes(state),
         ),
@@ -148,6 +149,18 @@ def _padding_notes(backbone: Backbone) -> tuple[str, ...]:
         f"Rows are padded to the longest of a forward pass, and padding costs time and memory: {why}. Losses and "
         "adapters are computed for the rows' own tokens alone.",
     )
+
+
+def compile_notes(state: TaskState) -> tuple[str, ...]:
+    """Which linear layers are inside of compiled layers, and which are not, with the reason."""
+    if not state.context.backbone.is_compiled:
+        return ()
+    inside, total = state.trainer.graph_groups
+    note = f"torch_compile: adapters are inside of the compiled layers for {inside} of {total} inputs of linear modules"
+    if inside == total:
+        return (f"{note}.",)
+    why = "rows are padded" if state.context.backbone.is_padded else "jobs train biases (bias) or magnitudes (use_dora)"
+    return (f"{note}; the others are computed outside of them, in more launches, as {why}.",)
 
 
 def _object_notes(base: BaseModelSpec) -> tuple[str, ...]:

@@ -94,6 +94,11 @@ class Trainer:
         self._forward_context = forward_context
 
     @property
+    def graph_groups(self) -> tuple[int, int]:
+        """See :attr:`alto.lora.ForwardContext.graph_groups`."""
+        return self._forward_context.graph_groups
+
+    @property
     def is_alone(self) -> bool:
         """Whether there is one rank."""
         return self._ranks.is_alone

@@ -10,7 +10,7 @@ from alto.kernels.dora import (
 )
 from alto.kernels.dropout import DropoutKey
 from alto.kernels.forward_table import upload
-from alto.kernels.function import FrozenLayer, added_linear, grouped_lora_linear
+from alto.kernels.function import FrozenLayer, GroupedLinear, added_linear, grouped_lora_linear
 from alto.kernels.gradients import GradientSteps, GroupGradients
 from alto.kernels.noise import NoiseKey, TokenNoise
 from alto.kernels.operands import VECTOR_SIZE, LoraOperands
@@ -27,6 +27,7 @@ __all__ = [
     "FrozenMatrix",
     "GradientSteps",
     "GroupGradients",
+    "GroupedLinear",
     "LoraOperands",
     "NoiseKey",
     "RowParts",

@@ -6,6 +6,7 @@ Adapter gradients are written straight into the bank; autograd sees only activat
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 from alto.kernels.operands import LoraOperands
 from alto.kernels.schedule import TokenSchedule
 
-__all__ = ["FrozenLayer", "added_linear", "grouped_lora_linear"]
+__all__ = ["FrozenLayer", "GroupedLinear", "added_linear", "grouped_lora_linear"]
 
 
 class FrozenLayer(Protocol):
@@ -40,42 +41,72 @@ def added_linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, y_TN: T
     return y_TN.addmm_(x_TK, weight_NK.T)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupedLinear:
+    """Frozen linear layers that read the same input, with the adapters of a forward pass.
+
+    Attributes:
+        bases: The frozen layers of the group's members.
+        operands: The adapters of the group.
+        schedule: Tokens of every slot.
+        ops: The backend that holds the ops.
+    """
+
+    bases: Sequence[FrozenLayer]
+    operands: LoraOperands
+    schedule: TokenSchedule
+    ops: ModuleType
+
+    @property
+    def is_adapted(self) -> bool:
+        """Whether a slot of the schedule has an adapter here."""
+        return any(slot in self.operands.slots for slot in self.schedule.slots)
+
+    def forward(self, x_TK: Tensor) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        """``y_TN`` of every member, and ``s_TQ`` for the backward pass; None where no slot has an adapter here."""
+        if not self.is_adapted:
+            return tuple(base.forward(x_TK) for base in self.bases), None
+        s_TQ = self.ops.grouped_shrink(x_TK, self.operands, self.schedule)
+        ys = tuple(x_TK.new_empty(len(x_TK), width) for width in self.operands.out_features)
+        self.ops.grouped_expand(s_TQ, self.operands, ys, self.schedule)
+        return tuple(base.forward(x_TK, y_TN) for base, y_TN in zip(self.bases, ys, strict=True)), s_TQ
+
+    def backward(
+        self, dys: Sequence[Tensor], x_TK: Tensor | None, s_TQ: Tensor | None, *, needs_dx: bool
+    ) -> Tensor | None:
+        """The gradient towards the input ``[T, K]``, where it is needed; those of the adapters are added to the bank.
+
+        Args:
+            dys: Upstream gradient ``[T, N]`` of every member, contiguous.
+            x_TK, s_TQ: Of the forward pass; None where no slot has an adapter here.
+        """
+        dx_TK = None
+        if s_TQ is not None:
+            assert x_TK is not None
+            dx_TK = torch.empty_like(x_TK) if needs_dx else None
+            ds_TQ = self.ops.grouped_backward_input(dys, self.operands, dx_TK, self.schedule)
+        if needs_dx:
+            # A quantised base dequantises its weight at each use: one at a time, and none is kept.
+            for dy_TN, base in zip(dys, self.bases, strict=True):
+                dx_TK = base.backward(dy_TN, dx_TK)
+        if s_TQ is not None:
+            self.ops.grouped_backward_weight(x_TK, s_TQ, dys, ds_TQ, self.operands, self.schedule)
+        return dx_TK
+
+
 class _GroupedLoraLinear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x_TK: Tensor,
-        anchor: Tensor,
-        bases: Sequence[FrozenLayer],
-        operands: LoraOperands,
-        schedule: TokenSchedule,
-        ops: ModuleType,
-    ) -> tuple[Tensor, ...]:
-        ctx.bases, ctx.operands, ctx.schedule, ctx.ops = bases, operands, schedule, ops
-        ctx.is_adapted = any(slot in operands.slots for slot in schedule.slots)
-        if not ctx.is_adapted:
-            return tuple(base.forward(x_TK) for base in bases)
-        s_TQ = ops.grouped_shrink(x_TK, operands, schedule)
-        ctx.save_for_backward(x_TK, s_TQ)
-        ys = tuple(x_TK.new_empty(len(x_TK), width) for width in operands.out_features)
-        ops.grouped_expand(s_TQ, operands, ys, schedule)
-        return tuple(base.forward(x_TK, y_TN) for base, y_TN in zip(bases, ys, strict=True))
+    def forward(ctx: Any, x_TK: Tensor, anchor: Tensor, group: GroupedLinear) -> tuple[Tensor, ...]:
+        ctx.group = group
+        ys, s_TQ = group.forward(x_TK)
+        ctx.save_for_backward(*(() if s_TQ is None else (x_TK, s_TQ)))
+        return ys
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None]:
+        x_TK, s_TQ = ctx.saved_tensors or (None, None)
         dys = [gradient.contiguous() for gradient in gradients]
-        dx_TK = None
-        if ctx.is_adapted:
-            x_TK, s_TQ = ctx.saved_tensors
-            dx_TK = torch.empty_like(x_TK) if ctx.needs_input_grad[0] else None
-            ds_TQ = ctx.ops.grouped_backward_input(dys, ctx.operands, dx_TK, ctx.schedule)
-        if ctx.needs_input_grad[0]:
-            # A quantised base dequantises its weight at each use: one at a time, and none is kept.
-            for dy_TN, base in zip(dys, ctx.bases, strict=True):
-                dx_TK = base.backward(dy_TN, dx_TK)
-        if ctx.is_adapted:
-            ctx.ops.grouped_backward_weight(x_TK, s_TQ, dys, ds_TQ, ctx.operands, ctx.schedule)
-        return dx_TK, None, None, None, None, None
+        return ctx.group.backward(dys, x_TK, s_TQ, needs_dx=ctx.needs_input_grad[0]), None, None
 
 
 def grouped_lora_linear(
@@ -103,5 +134,6 @@ def grouped_lora_linear(
     Returns:
         ``y_TN`` of every member, in the dtype of ``x_TK``.
     """
-    result: tuple[Tensor, ...] = _GroupedLoraLinear.apply(x_TK, anchor, tuple(bases), operands, schedule, ops)
+    group = GroupedLinear(bases=tuple(bases), operands=operands, schedule=schedule, ops=ops)
+    result: tuple[Tensor, ...] = _GroupedLoraLinear.apply(x_TK, anchor, group)
     return result

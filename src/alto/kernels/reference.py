@@ -53,6 +53,16 @@ def grouped_shrink(x_TK: Tensor, operands: LoraOperands, schedule: TokenSchedule
     return s_TQ
 
 
+def narrow_rows(operands: LoraOperands, dtype: torch.dtype) -> tuple[int, torch.dtype]:
+    """Numbers from one row of ``s_TQ`` and ``ds_TQ`` to the next, and their dtype.
+
+    Args:
+        operands: The adapters of the group.
+        dtype: Of the input or the upstream gradients of which they are the products.
+    """
+    return operands.max_width, operands.params_ZP.dtype
+
+
 def grouped_expand(s_TQ: Tensor, operands: LoraOperands, ys: Sequence[Tensor], schedule: TokenSchedule) -> None:
     """Write every slot's LoRA output for every member: ``y[i] = scale_i * s[i] @ b_i``, zeros where a slot does not
     target a member.

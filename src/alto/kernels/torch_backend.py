@@ -13,7 +13,7 @@ from torch.optim.adamw import adamw
 
 from alto.kernels.dropout import DropoutKey, dropped
 from alto.kernels.operands import LoraOperands, SlotMatrices
-from alto.kernels.reference import compile_kernels, working_dtype
+from alto.kernels.reference import compile_kernels, narrow_rows, working_dtype
 from alto.kernels.row_parts import RowParts
 from alto.kernels.schedule import TokenSchedule
 
@@ -24,6 +24,7 @@ __all__ = [
     "grouped_backward_weight",
     "grouped_expand",
     "grouped_shrink",
+    "narrow_rows",
     "row_norms",
     "working_dtype",
 ]

@@ -46,6 +46,7 @@ __all__ = [
     "grouped_backward_weight",
     "grouped_expand",
     "grouped_shrink",
+    "narrow_rows",
     "row_norms",
     "working_dtype",
 ]
@@ -85,6 +86,12 @@ def grouped_shrink(x_TK: Tensor, operands: LoraOperands, schedule: TokenSchedule
         )
         _scale_members(s_TQ, operands, schedule)
     return s_TQ
+
+
+def narrow_rows(operands: LoraOperands, dtype: torch.dtype) -> tuple[int, torch.dtype]:
+    """See :func:`alto.kernels.reference.narrow_rows`."""
+    width = ceil_div(operands.max_width, _ROW_ALIGNMENT) * _ROW_ALIGNMENT
+    return width, narrow_dtype(dtype, operands.params_ZP.dtype)
 
 
 def grouped_expand(s_TQ: Tensor, operands: LoraOperands, ys: Sequence[Tensor], schedule: TokenSchedule) -> None:
@@ -263,8 +270,7 @@ def _factors(operands: LoraOperands, wide: torch.dtype) -> Tensor:
 
 def _narrow(wide: Tensor, operands: LoraOperands, schedule: TokenSchedule) -> Tensor:
     """An unwritten ``[T, Q]`` as wide as the widest slot, for products of ``wide``."""
-    width = ceil_div(operands.max_width, _ROW_ALIGNMENT) * _ROW_ALIGNMENT
-    dtype = narrow_dtype(wide.dtype, operands.params_ZP.dtype)
+    width, dtype = narrow_rows(operands, wide.dtype)
     return operands.params_ZP.new_empty(schedule.num_tokens, width, dtype=dtype)[:, : operands.max_width]
 
 

@@ -51,6 +51,11 @@ class Dora:
         self._ops = ops
         self._magnitudes = tuple(magnitudes)
 
+    @property
+    def has_magnitudes(self) -> bool:
+        """Whether a job may have magnitudes."""
+        return any(magnitudes is not None for magnitudes in self._magnitudes)
+
     def outputs(self, x_TK: Tensor, schedule: TokenSchedule) -> tuple[Tensor, ...]:
         """``[T, N]`` of every layer, its frozen bias included.
 

@@ -14,7 +14,7 @@ from alto.lora.dora import Dora
 from alto.lora.embeddings import MultiLoraEmbedding
 from alto.lora.experts import MultiLoraExperts
 from alto.lora.injected import InjectedModule
-from alto.lora.linear import ForwardContext, FrozenWeight, MultiLoraLinear, RowPlaces, SharedInput, packed
+from alto.lora.linear import ForwardContext, FrozenWeight, MultiLoraLinear, RowPlaces, SharedInput
 from alto.lora.lm_head import MultiLoraHead
 from alto.lora.magnitudes import magnitude_of
 from alto.lora.routers import MultiLoraRouter
@@ -32,7 +32,7 @@ __all__ = ["eject", "inject"]
 
 
 def inject(
-    model: PreTrainedModel, bank: AdapterBank, places: Callable[[], RowPlaces | None] = packed
+    model: PreTrainedModel, bank: AdapterBank, places: Callable[[], RowPlaces | None] | None = None
 ) -> ForwardContext:
     """Wrap every module of the bank's layout in place; modules wrapped for another bank are unwrapped first.
 
@@ -70,7 +70,7 @@ def inject(
         magnitudes = [_magnitude(bank, module.name) for module in group]
         weights = tuple(map(FrozenWeight, members))
         dora = Dora(weights, bank.anchor, operands, ops, magnitudes)
-        shared = SharedInput(weights, bank, operands, context, biases, dora)
+        shared = SharedInput(weights, bank, operands, context, biases, dora, ops)
         for member, (module, base) in enumerate(zip(group, members, strict=True)):
             model.set_submodule(module.name, MultiLoraLinear(base, module.name, shared, member))
     for name, operands_by_key in operands_of_experts.items():

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any, Protocol, TypeAlias
 from weakref import WeakSet
 
@@ -12,13 +13,14 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from alto.errors import UnsupportedModelError
-from alto.kernels import LoraOperands, SlotTensors, TokenSchedule, added_linear, slot_bias_change
+from alto.kernels import GroupedLinear, LoraOperands, SlotTensors, TokenSchedule, added_linear, slot_bias_change
 from alto.lora.adapted_weight import AdaptedWeight
 from alto.lora.bank import AdapterBank
 from alto.lora.dora import Dora
+from alto.lora.graph_ops import GraphHandle, linear_in_graph
 from alto.lora.injected import InjectedModule
 
-__all__ = ["ForwardContext", "FrozenLinear", "FrozenWeight", "MultiLoraLinear", "RowPlaces", "SharedInput", "packed"]
+__all__ = ["ForwardContext", "FrozenLinear", "FrozenWeight", "MultiLoraLinear", "RowPlaces", "SharedInput"]
 
 FrozenLinear: TypeAlias = nn.Linear | Conv1D
 """A linear layer of a base model; GPT-2's family keeps weights transposed, ``[K, N]``, in a ``Conv1D``."""
@@ -43,10 +45,6 @@ class RowPlaces(Protocol):
         ...
 
 
-def packed() -> None:
-    """The places of tokens in a model that computes nothing else: there are none to look up."""
-
-
 class ForwardContext:
     """Gives every injected module the slots of the current forward pass's tokens.
 
@@ -54,13 +52,29 @@ class ForwardContext:
     that it serves (or when it is taken out of it), at once and not when Python next collects cycles.
 
     Args:
-        places: The places of the tokens of the forward pass in progress; None where the model computes them alone.
+        places: Gives the places of the tokens of the forward pass in progress; None where the model computes nothing
+            but tokens.
     """
 
-    def __init__(self, places: Callable[[], RowPlaces | None] = packed) -> None:
+    def __init__(self, places: Callable[[], RowPlaces | None] | None = None) -> None:
         self.schedule: TokenSchedule | None = None
-        self.places = places
+        self._places = places
         self.groups: WeakSet[SharedInput] = WeakSet()
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the model computes nothing but tokens."""
+        return self._places is None
+
+    def places(self) -> RowPlaces | None:
+        """The places of the tokens of the forward pass in progress; None where the model computes them alone."""
+        return None if self._places is None else self._places()
+
+    @property
+    def graph_groups(self) -> tuple[int, int]:
+        """How many of the inputs that adapted linear layers read are read inside of compiled layers, where layers are
+        compiled; and how many there are."""
+        return sum(group.is_in_graph for group in self.groups), len(self.groups)
 
     @contextmanager
     def use(self, schedule: TokenSchedule) -> Iterator[None]:
@@ -87,6 +101,7 @@ class SharedInput:
         context: Gives the slots of the tokens.
         biases: The own bias of every slot for each layer; None where no job trains it.
         dora: Computes their outputs, scaled to the magnitudes of slots that have them.
+        ops: The backend that holds the ops.
     """
 
     def __init__(
@@ -97,6 +112,7 @@ class SharedInput:
         context: ForwardContext,
         biases: Sequence[SlotTensors | None],
         dora: Dora,
+        ops: ModuleType,
     ) -> None:
         self._bases = tuple(bases)
         self._biases = tuple(biases)
@@ -104,9 +120,18 @@ class SharedInput:
         self._bank = bank
         self._operands = operands
         self._context = context
+        self._ops = ops
         self._input: Tensor | None = None
         self._outputs: dict[int, Tensor] = {}
         context.groups.add(self)
+        is_plain = context.is_packed and not dora.has_magnitudes and not any(self._biases)
+        self._handle = GraphHandle(self, operands, ops) if is_plain else None
+
+    @property
+    def is_in_graph(self) -> bool:
+        """Whether a compiled layer may contain the layers: it does not where jobs train biases or magnitudes of theirs,
+        nor in padded rows."""
+        return self._handle is not None
 
     @property
     def is_in_forward(self) -> bool:
@@ -129,24 +154,41 @@ class SharedInput:
         """Free outputs that were not used."""
         self._input, self._outputs = None, {}
 
-    def _compute(self, x: Tensor) -> Iterator[Tensor]:
+    def in_pass(self, num_tokens: int) -> GroupedLinear:
+        """See :class:`alto.lora.graph_ops.InGraph`."""
         schedule = self._context.schedule
         assert schedule is not None
-        places, x_TK = self._context.places(), x.reshape(-1, x.shape[-1])
-        num_positions = places.num_positions if places is not None else schedule.num_tokens
-        if schedule.segments and len(x_TK) != num_positions:
+        self._check_sees_all(num_tokens, schedule, schedule.num_tokens)
+        return GroupedLinear(bases=self._bases, operands=self._operands, schedule=schedule, ops=self._ops)
+
+    def _compute(self, x: Tensor) -> Iterable[Tensor]:
+        x_TK = x.reshape(-1, x.shape[-1])
+        if torch.compiler.is_compiling():
+            assert self._handle is not None
+            ys: Sequence[Tensor] = linear_in_graph(x_TK, self._bank.anchor, self._handle)
+        else:
+            ys = self._compute_tokens(x_TK)
+        return [y_TN.view(*x.shape[:-1], y_TN.shape[-1]) for y_TN in ys]
+
+    def _check_sees_all(self, num_tokens: int, schedule: TokenSchedule, num_positions: int) -> None:
+        if schedule.segments and num_tokens != num_positions:
             raise UnsupportedModelError(
                 f"target_modules: expected modules that the model runs on all {num_positions} tokens of a forward "
-                f"pass, found one of {self._operands.in_features} features that it runs on {len(x_TK)}; leave out "
+                f"pass, found one of {self._operands.in_features} features that it runs on {num_tokens}; leave out "
                 "layers that see only some tokens, such as those of experts"
             )
+
+    def _compute_tokens(self, x_TK: Tensor) -> tuple[Tensor, ...]:
+        schedule = self._context.schedule
+        assert schedule is not None
+        places = self._context.places()
+        num_positions = places.num_positions if places is not None else schedule.num_tokens
+        self._check_sees_all(len(x_TK), schedule, num_positions)
         if places is not None:
             x_TK = places.collect(x_TK)
         ys = self._dora.outputs(x_TK, schedule)
         ys = tuple(map(self._with_bias, range(len(ys)), ys))
-        if places is not None:
-            ys = tuple(map(places.spread, ys))
-        return (y_TN.view(*x.shape[:-1], y_TN.shape[-1]) for y_TN in ys)
+        return ys if places is None else tuple(map(places.spread, ys))
 
     def _with_bias(self, member: int, y_TN: Tensor) -> Tensor:
         """The output of layer ``member``, with every slot's own bias in the place of the frozen one."""
@@ -216,8 +258,14 @@ class MultiLoraLinear(InjectedModule):
             return bias
         return AdaptedWeight.of(bias, self._name)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # writes to the bank, which is outside of graphs
     def forward(self, x: Tensor) -> Tensor:
+        return self._output(x) if self._shared.is_in_graph else self._output_outside(x)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # looks at the slots of tokens, which graphs do not know
+    def _output_outside(self, x: Tensor) -> Tensor:
+        return self._output(x)
+
+    def _output(self, x: Tensor) -> Tensor:
         if self._shared.is_in_forward:
             return self._shared.output(self._member, x)
         result: Tensor = self.base(x)

@@ -14,7 +14,7 @@ from alto.lora.heads import HEAD
 from alto.lora.initial import initial_values
 from alto.lora.injection import eject, inject
 from alto.lora.layout import AdapterShape, BankLayout, ExtraTensor
-from alto.lora.linear import ForwardContext, RowPlaces, packed
+from alto.lora.linear import ForwardContext, RowPlaces
 from alto.lora.shared_inputs import find_shared_inputs
 from alto.lora.targets import adaptable
 from alto.lora.weights import AdapterWeights
@@ -46,7 +46,7 @@ def serving(
     model: PreTrainedModel,
     adapters: Sequence[tuple[AdapterWeights, Mapping[str, float]] | None],
     forward: Callable[[], object],
-    places: Callable[[], RowPlaces | None] = packed,
+    places: Callable[[], RowPlaces | None] | None = None,
 ) -> Iterator[ServedAdapters]:
     """Put ``adapters`` on ``model`` while the context lasts, replacing those of any other bank; afterwards it has none.
 
