@@ -218,7 +218,7 @@ def test_a_best_configuration_is_the_job_again(tmp_path: Path) -> None:
     first = Task(**keys, **settings)
     result = alto.Engine(output_dir=tmp_path, progress=False).tune(first)
     best, training, not_carried = result.best_config
-    assert not not_carried
+    assert not_carried == {"dataset_format": "prompt_completion"}
     again = Task(model="alto-tiny", dataset=rows, config=[best, training])
     (was,), (found,) = first.jobs, again.jobs
     apart = {
