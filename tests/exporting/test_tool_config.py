@@ -77,7 +77,9 @@ COLUMNS = {
 }
 
 
-def winner_of(folder: Path, keys: dict[str, Any], form: str | None = None, **columns: str) -> Winner:
+def winner_of(
+    folder: Path, keys: dict[str, Any], form: str | None = None, *, of_messages: bool | None = None, **columns: str
+) -> Winner:
     """A job as a run of a task with these keys would have it."""
     data = folder / "rows.jsonl"
     data.write_text('{"prompt": "a", "completion": "b"}\n', encoding="utf-8")
@@ -85,7 +87,7 @@ def winner_of(folder: Path, keys: dict[str, Any], form: str | None = None, **col
     form = form or FORMS.get(task.method, "preference")
     weights = AdapterWeights({})
     adapter = SavedAdapter(folder=folder, base_model=resolve_model("alto-tiny"), scales={}, rank=8, weights=weights)
-    rows = Rows(name="mine", form=form, columns=columns or COLUMNS[form])
+    rows = Rows(name="mine", form=form, columns=columns or COLUMNS[form], of_messages=of_messages)
     (job,) = task.jobs
     return Winner(name="mine", adapter=adapter, base=task.base_model, task=task, config=job.config, rows=rows)
 
@@ -228,3 +230,22 @@ def test_what_other_tools_cannot_train_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="expected a run, whose task says what was trained on what"):
         written(bare, "trl", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo", "kto"])
+def test_texts_that_trl_joins_without_the_chat_template_are_reported(method: str, tmp_path: Path) -> None:
+    keys = PAIRS | {"method": method}
+    _, _, notes = written(winner_of(tmp_path, keys, of_messages=False), "trl", tmp_path / "texts")
+    assert [note.split("'")[1] for note in notes if "dataset_format" in note] == [FORMS.get(method, "preference")]
+    _, _, notes = written(winner_of(tmp_path, keys, of_messages=True), "trl", tmp_path / "messages")
+    assert notes == ()
+
+
+@pytest.mark.parametrize("tool", ["axolotl", "llamafactory"])
+@pytest.mark.parametrize("method", ["sft", "dpo", "kto"])
+def test_lists_of_messages_are_no_texts_of_another_tool(method: str, tool: str, tmp_path: Path) -> None:
+    """Axolotl would write the list itself into the prompt, as Python prints it."""
+    keys = PAIRS | {"method": method}
+    written(winner_of(tmp_path, keys, of_messages=False), tool, tmp_path / "texts")
+    with pytest.raises(UnsupportedError, match=r"expected texts in the columns of \w+, .* found lists of messages"):
+        written(winner_of(tmp_path, keys, of_messages=True), tool, tmp_path / "messages")

@@ -15,7 +15,7 @@ import transformers
 import trl
 from accelerate.state import AcceleratorState
 
-from alto.errors import SpecError, UnsupportedError
+from alto.errors import ConflictingKeysError, SpecError, UnsupportedError
 from alto.spec import Task
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -155,7 +155,9 @@ def test_settings_that_change_nothing_are_noted_together() -> None:
     assert {"logging_steps", "save_steps", "output_dir"} <= set(keys)
     assert not any("--set" in note for note in found.notes), "that is of the command line"
     noted = {note.partition(":")[0] for note in task(lora(), sft()).notes}
-    assert noted <= {"assistant_only_loss", "use_cpu"}, "nothing is said of defaults that ask for nothing"
+    assert noted <= {"assistant_only_loss", "dataset_format", "use_cpu"}, (
+        "nothing is said of defaults that ask for nothing"
+    )
     assert found.replace(seed=5).notes == found.notes
 
 
@@ -218,7 +220,7 @@ def test_a_best_configuration_is_the_job_again(tmp_path: Path) -> None:
     first = Task(**keys, **settings)
     result = alto.Engine(output_dir=tmp_path, progress=False).tune(first)
     best, training, not_carried = result.best_config
-    assert not not_carried
+    assert not_carried == {"dataset_format": "prompt_completion"}
     again = Task(model="alto-tiny", dataset=rows, config=[best, training])
     (was,), (found,) = first.jobs, again.jobs
     apart = {
@@ -228,3 +230,32 @@ def test_a_best_configuration_is_the_job_again(tmp_path: Path) -> None:
     }
     assert apart <= {"target_modules"}, "the adapter names the modules that all-linear meant"
     assert was.config.num_warmup_steps(2) == found.config.num_warmup_steps(2)
+
+
+def test_a_saved_adapter_takes_the_place_of_the_default_initial_weights() -> None:
+    """``LoraConfig`` has a value for them that nobody has written."""
+    assert task(lora(), init_adapter="adapter").init_adapter == "adapter"
+    assert task(lora()).replace(init_adapter="adapter").init_adapter == "adapter"
+    with pytest.raises(ConflictingKeysError, match="init_lora_weights and init_adapter are both given"):
+        task(lora(init_lora_weights="gaussian"), init_adapter="adapter")
+
+
+def test_a_configuration_and_a_method_of_two_trainers_are_refused() -> None:
+    """The settings of one would be left out, or have no meaning, in the other."""
+    with pytest.raises(ConflictingKeysError, match=r"method should be 'dpo', .* of DPOConfig trains, found 'sft'"):
+        task(lora(), trl.DPOConfig(**ON_CPU), method="sft")
+    with pytest.raises(ConflictingKeysError, match=r"method should be 'sft', .* of SFTConfig trains, found 'dpo'"):
+        task(lora(), sft(), rl="dpo")
+    assert task(lora(), trl.DPOConfig(**ON_CPU), method="dpo").method == "dpo"
+
+
+def test_that_trl_joins_texts_is_noted_of_its_trainers_alone() -> None:
+    """Whoever trains with transformers' own arguments makes the tokens themselves."""
+
+    def noted(arguments: Any, **keys: Any) -> bool:
+        return any(note.startswith("dataset_format: ") for note in task(lora(), arguments, **keys).notes)
+
+    assert noted(sft())
+    assert noted(trl.DPOConfig(**ON_CPU))
+    assert not noted(sft(), dataset_format="raw_prompt_completion")
+    assert not noted(transformers.TrainingArguments(use_cpu=True))

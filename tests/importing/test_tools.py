@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from alto.cli import app
 from alto.errors import SpecError, UnsupportedError
 from alto.importing import TOOLS, import_file, imported_task
+from alto.importing.tools import recognise
 
 
 def test_marks_of_the_tools_are_their_own() -> None:
@@ -90,3 +91,9 @@ def test_a_dataset_that_cannot_be_read_is_replaced_as_the_error_says(tool: str, 
     task = imported_task([found], overrides).task
     assert (task.dataset, task.columns) == ("a/b", {"prompt": "q", "completion": "a"})
     assert any(note.key in ("datasets", "dataset") and "'--set dataset'" in note.text for note in found.notes)
+
+
+def test_a_sweep_of_wandb_is_recognised() -> None:
+    keys = ["program", "method", "metric", "parameters", "early_terminate"]
+    with pytest.raises(SpecError, match=r"sweep\.yaml: expected a configuration of .*, found a sweep of W&B\. .*--set"):
+        recognise(keys, "sweep.yaml")

@@ -168,7 +168,7 @@ def test_what_is_not_taken_over_is_reported(folder: Path, keys: dict[str, Any], 
     assert found.kind is kind
 
 
-EVERYWHERE = {"lora_target_modules", "output_dir", "save_steps", "use_cpu"}
+EVERYWHERE = {"dataset_format", "lora_target_modules", "output_dir", "save_steps", "use_cpu"}
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,8 @@ def test_gamma_of_simpo_belongs_to_its_loss(folder: Path, gamma: float, reported
 @pytest.mark.parametrize("key", ["alpha", "rank", "dropout", "batch_size", "epochs", "optimizer", "lr", "cutoff_len"])
 def test_spellings_of_other_tools_are_no_keys_of_trl(folder: Path, key: str) -> None:
     found = imported(folder, **{key: 3})
-    assert line(found, key) == f"{key}: unknown: no key that ALTO knows; it is left out"
+    near = " (did you mean 'optim'?)" if key == "optimizer" else ""
+    assert line(found, key) == f"{key}: unknown: no key that ALTO knows{near}; it is left out"
     assert found.values == imported(folder).values
 
 
@@ -292,3 +293,30 @@ def test_label_smoothing_is_that_of_trl(folder: Path, loss: Any, kept: float, sa
     assert {job.config.objective.label_smoothing for job in found.task.jobs} == {kept}
     notes = [str(note) for note in found.files[0].notes if note.key == "label_smoothing"]
     assert [said in note for note in notes] == ([True] if said else [])
+
+
+@pytest.mark.parametrize(
+    ("keys", "remedy"),
+    [
+        ({"completion_only_loss": True}, "raw_prompt_completion"),
+        ({"beta": 0.2}, "raw_preference"),
+        ({"desirable_weight": 1.0}, None),
+        ({"assistant_only_loss": True}, ""),
+    ],
+    ids=["sft", "dpo", "kto", "messages"],
+)
+def test_that_texts_are_joined_by_trl_alone_is_reported(keys: dict[str, Any], remedy: str | None, folder: Path) -> None:
+    """The chat template makes other tokens of them; with ``assistant_only_loss`` TRL takes messages alone."""
+    (folder / "lora.yaml").write_text(json.dumps(keys | {"use_peft": True}), encoding="utf-8")
+
+    def found(*overrides: str) -> list[str]:
+        notes = import_file(folder / "lora.yaml", "trl", overrides).notes
+        return [note.text for note in notes if note.key == "dataset_format"]
+
+    if remedy == "":
+        assert found() == []
+        return
+    (text,) = found()
+    assert "TRL joins them as they are" in text
+    assert text.endswith(f": --set dataset_format={remedy}" if remedy else "as they are")
+    assert found("dataset_format=messages") == []

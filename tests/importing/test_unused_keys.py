@@ -12,7 +12,7 @@ from foreign_configs import write_configs
 from typer.testing import CliRunner
 
 from alto.cli import app
-from alto.importing import import_file
+from alto.importing import NoteKind, import_file
 
 LLAMAFACTORY_RAY = """\
 model_name_or_path: alto-tiny
@@ -347,3 +347,13 @@ def test_a_part_of_a_file_of_dataset_info_is_reported(split: str, folder: Path) 
     notes = [str(note) for note in import_file(Path("config.yaml")).notes if note.key.endswith("split")]
     answer = "not supported: a file has no splits: all of its rows are used; write max_samples for a part of them"
     assert notes == ([] if split == "train" else [f"dataset_info.json[mine].split: {answer}"])
+
+
+def test_a_misspelt_key_is_reported_with_the_one_that_is_near(tmp_path: Path) -> None:
+    file = tmp_path / "lora.yaml"
+    file.write_text("use_peft: true\nlearning_rte: 1e-3\nwholly_unknown: 1\n", encoding="utf-8")
+    notes = {note.key: note.text for note in import_file(file, "trl").notes if note.kind is NoteKind.UNKNOWN}
+    assert notes == {
+        "learning_rte": "no key that ALTO knows (did you mean 'learning_rate'?); it is left out",
+        "wholly_unknown": "no key that ALTO knows; it is left out",
+    }

@@ -113,7 +113,7 @@ def test_the_best_configuration_is_what_peft_and_trl_take(result: alto.TaskResul
         assert getattr(training, key) == best.config[key]
     assert training.lr_scheduler_type == best.config["lr_scheduler_type"]
     assert not training.bf16
-    assert not_carried == {}
+    assert not_carried == {"dataset_format": "prompt_completion"}, "TRL joins texts without the chat template"
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
@@ -133,7 +133,7 @@ def test_settings_without_a_place_in_trl_are_named(tmp_path: Path) -> None:
     task = make_task(tmp_path, search_space={}, learning_rate=1e-3, loraplus_lr_ratio=4.0, warmup_ratio=0.25)
     result = alto.Engine(output_dir=tmp_path / "runs").tune(task)
     _, training, not_carried = result.best_config
-    assert not_carried == {"loraplus_lr_ratio": 4.0}
+    assert not_carried == {"loraplus_lr_ratio": 4.0, "dataset_format": "prompt_completion"}
     assert training.warmup_steps == 0.25
 
 
@@ -299,10 +299,11 @@ def tuned(folder: Path, rows: list[dict[str, object]], **changes: object) -> alt
     return alto.Engine(output_dir=folder / "runs").tune(task)
 
 
-CHATS = [
-    {"messages": [{"role": "user", "content": f"{a} + 1 ="}, {"role": "assistant", "content": f" {a + 1}"}]}
-    for a in range(1, 13)
-]
+def said(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+CHATS = [{"messages": [said("user", f"{a} + 1 ="), said("assistant", f" {a + 1}")]} for a in range(1, 13)]
 
 
 @pytest.mark.parametrize(
@@ -323,6 +324,63 @@ def test_the_trainer_trains_the_tokens_of_messages_that_the_job_trained(
     assert (training.assistant_only_loss, training.completion_only_loss) == expected
     assert training.max_length == 77
     assert not_carried == left
+
+
+TEXTS = [{"prompt": f"{a} + 1 =", "completion": f" {a + 1}"} for a in range(1, 13)]
+TURNS = [{"prompt": chat["messages"][:1], "completion": chat["messages"][1:]} for chat in CHATS]
+TEMPLATE = "{% for m in messages %}{{ m.role + ':' + m.content + '<|end|>' }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "left"),
+    [
+        (TEXTS, {}, {"dataset_format": "prompt_completion"}),
+        (TEXTS, {"dataset_format": "raw_prompt_completion"}, {}),
+        (TURNS, {}, {}),
+        ([{"text": row["prompt"] + row["completion"]} for row in TEXTS], {}, {}),
+        (
+            [{"instruction": row["prompt"], "output": row["completion"]} for row in TEXTS],
+            {},
+            {"dataset_format": "alpaca"},
+        ),
+    ],
+    ids=["texts", "raw", "turns", "text", "alpaca"],
+)
+def test_a_form_of_rows_that_trl_reads_otherwise_is_named(
+    rows: list[dict[str, object]], keys: dict[str, object], left: dict[str, object], tmp_path: Path
+) -> None:
+    """TRL joins a prompt and a completion that are texts, and ALTO writes them with the chat template."""
+    pytest.importorskip("trl", reason="the trainer's arguments are TRL's")
+    assert tuned(tmp_path, rows, **keys).best_config.not_carried == left
+
+
+def test_the_trainer_writes_rows_with_the_chat_template_of_the_task(tmp_path: Path) -> None:
+    pytest.importorskip("trl", reason="the trainer's arguments are TRL's")
+    _, training, not_carried = tuned(tmp_path, CHATS, chat_template=TEMPLATE, train_on="all").best_config
+    assert Path(training.chat_template_path).read_text(encoding="utf-8") == TEMPLATE
+    assert not_carried == {}
+
+
+def test_the_precision_of_the_base_is_named_where_it_is_not_the_one_that_trl_loads(tmp_path: Path) -> None:
+    pytest.importorskip("trl", reason="the trainer's arguments are TRL's")
+    assert tuned(tmp_path, CHATS, dtype="bfloat16").best_config.not_carried == {"dtype": "bfloat16"}
+
+
+def test_preferences_are_trained_with_the_dropout_and_the_smoothing_of_the_job_or_these_are_named(
+    tmp_path: Path,
+) -> None:
+    """TRL switches dropout off unless it is told otherwise, and smooths no labels with ``loss_type: sigmoid``."""
+    pytest.importorskip("trl", reason="the trainer's arguments are TRL's")
+    pairs = [
+        {"prompt": chat["messages"][:1], "chosen": chat["messages"][1:], "rejected": [said("assistant", " 0")]}
+        for chat in CHATS
+    ]
+    keys = {"method": "dpo", "lora_dropout": 0.1, "label_smoothing": 0.2}
+    lora, training, not_carried = tuned(tmp_path, pairs, **keys).best_config
+    assert (lora.lora_dropout, training.disable_dropout) == (0.1, False)
+    assert not_carried == {"label_smoothing": 0.2}
+    _, training, not_carried = tuned(tmp_path, pairs, **keys, loss_type="robust").best_config
+    assert (training.label_smoothing, not_carried) == (0.2, {})
 
 
 def test_rows_are_cut_where_those_of_the_run_were_cut(result: alto.TaskResult) -> None:

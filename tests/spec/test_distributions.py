@@ -93,3 +93,40 @@ def test_steps_of_whole_numbers_and_of_fractions_end_where_optuna_ends() -> None
         lora_dropout=distributions.FloatDistribution(0.0, 0.3, step=0.1), r=distributions.IntDistribution(1, 7, step=3)
     )
     assert found == {"lora_dropout": [0.0, 0.1, 0.2, 0.3], "r": [1, 4, 7]}
+
+
+def test_parameters_of_a_sweep_of_wandb() -> None:
+    found = space(
+        learning_rate={"distribution": "log_uniform_values", "min": 1e-5, "max": 1e-2},
+        r={"values": [4, 8]},
+        lora_alpha={"value": 16},
+        lora_dropout={"distribution": "uniform", "min": 0.0, "max": 0.5},
+        num_train_epochs={"distribution": "int_uniform", "min": 1, "max": 3},
+        seed={"distribution": "categorical", "values": [1, 2]},
+        rank_pattern=[{"values": 8}, {}],
+    )
+    assert found == {
+        "learning_rate": {"min": 1e-5, "max": 1e-2, "log": True},
+        "r": [4, 8],
+        "lora_alpha": [16],
+        "lora_dropout": {"min": 0.0, "max": 0.5, "log": False},
+        "num_train_epochs": {"min": 1, "max": 3, "log": False},
+        "seed": [1, 2],
+        "rank_pattern": [{"values": 8}, {}],
+    }
+
+
+@pytest.mark.parametrize(
+    "parameter",
+    [
+        {"distribution": "log_uniform", "min": -10, "max": -5},
+        {"distribution": "q_uniform", "min": 1e-4, "max": 1e-3, "q": 1e-4},
+        {"distribution": "normal", "mu": 0.0, "sigma": 1.0},
+        {"values": [1e-3, 1e-4], "probabilities": [0.9, 0.1]},
+        {"distribution": "uniform", "min": 1e-4},
+    ],
+)
+def test_a_parameter_of_a_sweep_that_is_no_range_and_no_list_is_refused(parameter: dict[str, Any]) -> None:
+    """``log_uniform`` of W&B has exponents of e for its ends: taken for a range it would be another one."""
+    with pytest.raises(SpecError, match=r"learning_rate should be a value, a list, a range.* Write \{min: "):
+        space(learning_rate=parameter)

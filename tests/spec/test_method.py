@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from alto.errors import SpecError, UnknownKeyError
@@ -61,3 +63,16 @@ def test_one_setting_is_judged_whatever_the_others_are() -> None:
 def test_an_entry_checks_what_it_says(changes: dict[str, object], found: str) -> None:
     with pytest.raises(SpecError, match=found):
         ObjectiveEntry(**{"implementation": "mine:Mine", "settings": ObjectiveSettings, **changes})
+
+
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        ("bayes", "a sweep of W&B searches. Write its parameters under 'search_space', and 'search: tpe'"),
+        ("random", "and 'search: random'"),
+        ("grpo", "found 'grpo', which generates while it trains: ALTO does not"),
+    ],
+)
+def test_what_other_programs_call_a_method_is_answered(name: str, match: str) -> None:
+    with pytest.raises(SpecError, match=re.escape(match)):
+        find_method(name)

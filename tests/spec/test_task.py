@@ -142,7 +142,11 @@ def test_unsafe_names(name):
         ),
         ({"dtype": "bf16"}, SpecError, r"^dtype .*'bfloat16'"),
         ({"bf16": True}, UnsupportedError, r"Write 'dtype: bfloat16'"),
-        ({"method": "ppo"}, SpecError, r"^method should be one of sft, dpo, orpo, .*, found 'ppo'\. Correct the name"),
+        (
+            {"method": "reward"},
+            SpecError,
+            r"^method should be one of sft, dpo, orpo, .*, found 'reward'\. Correct the name",
+        ),
         ({"method": "ipo"}, SpecError, r"found 'ipo'\. Write method: dpo and loss_type: ipo"),
         ({"method": ""}, SpecError, r"^method should be one of"),
         ({"method": 3}, SpecError, r"^method .*found 3"),

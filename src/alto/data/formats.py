@@ -107,6 +107,9 @@ _OPTIONAL: Mapping[str, tuple[str, ...]] = {
     "text_classification": (),
 }
 
+_REPLIES = ("messages", "completion", "chosen", "preferred_output")
+"""Roles of columns that hold replies, as texts or as messages."""
+
 _PROMPTS: tuple[Mapping[str, str], ...] = (
     {"prompt": "prompt"},
     {"prompt": "question"},
@@ -120,10 +123,14 @@ _PROMPTS: tuple[Mapping[str, str], ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """The form of a dataset's rows, and its columns: pairs of role and column."""
+    """The form of a dataset's rows, and its columns: pairs of role and column.
+
+    ``of_messages`` says whether replies are lists of messages; of texts it is false.
+    """
 
     form: str
     columns: _Columns
+    of_messages: bool = False
 
     def __str__(self) -> str:
         return f"{self.form} ({listed(column for _, column in self.columns)})"
@@ -283,7 +290,15 @@ def _completed(layout: Layout, rows: Sequence[RawRow], seen: set[str], form: str
     name = layout.form
     if name == "messages":
         name = form if form != "auto" else _shape(rows, dict(layout.columns)["messages"])
-    return Layout(form=name, columns=(*layout.columns, *_optional(layout, seen, columns)))
+    of_messages = any(_holds_messages(rows, column) for role, column in layout.columns if role in _REPLIES)
+    columns_found = (*layout.columns, *_optional(layout, seen, columns))
+    return Layout(form=name, columns=columns_found, of_messages=of_messages)
+
+
+def _holds_messages(rows: Sequence[RawRow], column: str) -> bool:
+    """Whether the first value of ``column`` is a list of messages, or one message."""
+    values = (row.values.get(column) for row in _readable(rows))
+    return isinstance(next((value for value in values if value is not None), None), list | Mapping)
 
 
 def _optional(layout: Layout, seen: set[str], columns: Mapping[str, str]) -> _Columns:

@@ -31,6 +31,7 @@ class TaskData:
         num_bad: Rows left out because they cannot be used.
         notes: Notices about the data, as sentences.
         form: Form of the training rows, of a mixture that of the first source; empty where it is not known.
+        of_messages: Whether replies of these rows are lists of messages, not texts.
         max_length: Tokens at which a row is cut; None where it is not known.
     """
 
@@ -41,6 +42,7 @@ class TaskData:
     num_bad: int = 0
     notes: tuple[str, ...] = ()
     form: str = ""
+    of_messages: bool = False
     max_length: int | None = None
 
     @property

@@ -60,7 +60,10 @@ def _of_run(
     spec = replace(task.base_model, id=base or task.model, torch_compile=False)
     if base is None:
         check_trained_on([run.root], spec)
-    layout = read_task_rows(task).layout if needs_rows else None
+    rows = None
+    if needs_rows:
+        layout = read_task_rows(task).layout
+        rows = Rows(name=task.name, form=layout.form, columns=dict(layout.columns), of_messages=layout.of_messages)
     history = read_history(run.root)
     found = history.best if job is None else history.jobs.get(job)
     return Winner(
@@ -71,7 +74,7 @@ def _of_run(
         labels=task.label_set if adapter.has_head else None,
         task=task,
         config=None if found is None else task.job_config(found.config),
-        rows=None if layout is None else Rows(name=task.name, form=layout.form, columns=dict(layout.columns)),
+        rows=rows,
     )
 
 

@@ -201,7 +201,8 @@ class TaskRunner:
             task = task.replace(search_space=auto_space(hidden_size, task.fixed))
         base = None if resume_state is None else self._checked_base(task, backbone, resume_state)
         data = rows.encode(backbone.tokenizer, limits_of(backbone.model.config))
-        data = replace(data, form=rows.layout.form, max_length=rows.max_length)
+        layout = rows.layout
+        data = replace(data, form=layout.form, of_messages=layout.of_messages, max_length=rows.max_length)
         data = data if task.refit is None else data.with_all_rows()
         for split in data.splits:
             objective.check(split, [job.config for job in task.jobs])

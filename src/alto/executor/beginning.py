@@ -102,7 +102,9 @@ def begin_events(state: TaskState, start: RunStart) -> Iterator[Event]:
 
 
 def _described(data: TaskData, fingerprints: dict[str, str]) -> dict[str, Any]:
-    how: dict[str, Any] = {} if data.max_length is None else {"form": data.form, "max_length": data.max_length}
+    how: dict[str, Any] = {}
+    if data.max_length is not None:
+        how = {"form": data.form, "of_messages": data.of_messages, "max_length": data.max_length}
     return {**data.counts(), **how, **fingerprints}
 
 

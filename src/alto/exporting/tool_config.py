@@ -18,6 +18,7 @@ from alto.exporting.tool_keys import ToolFiles, axolotl_files, llamafactory_file
 from alto.exporting.winner import Winner
 from alto.importing import TOOLS, import_file, imported_task
 from alto.records import ForeignTool
+from alto.results.best_config import reads_otherwise_in_trl
 from alto.spec import JobConfig, Task
 from alto.spec.objective_settings import DpoSettings
 from alto.spec.quoting import quoted
@@ -36,17 +37,6 @@ _SHARED = (
     *("validation_dataset", "validation_split", "max_samples", "dtype", "load_in_4bit", "load_in_8bit"),
 )
 """Keys of a task that decide what a job learns from, or how it is judged."""
-
-_TRL_FORMS = (
-    "messages",
-    "prompt_completion",
-    "raw_prompt_completion",
-    "text",
-    "preference",
-    "raw_preference",
-    "unpaired_preference",
-)
-"""Forms of rows that TRL knows by their columns."""
 
 _OF_FORMS = ("loss_type", "loss_weights", "rpo_alpha")
 """Settings of DPO that are written as one sum of forms."""
@@ -120,8 +110,8 @@ def _left_out(task: Task, config: JobConfig, rows: Rows, file: Path, tool: Forei
 
 
 def _unread_by_trl(rows: Rows) -> dict[str, Any]:
-    """What TRL does not find out about the rows: it knows their columns by their own names alone."""
-    if rows.form not in _TRL_FORMS:
+    """What TRL does not find out about the rows: it knows columns by their own names alone, and joins texts."""
+    if reads_otherwise_in_trl(rows.form, rows.of_messages):
         return {"dataset_format": rows.form}
     renamed = {role: column for role, column in rows.columns.items() if role != column}
     return {"columns": renamed} if renamed else {}

@@ -20,6 +20,7 @@ _BUILDERS: Mapping[str, str] = {
     ".parquet": "parquet",
     ".arrow": "arrow",
 }
+_FORMS_OF_TEXTS = ("prompt_completion", "preference", "unpaired_preference")
 _TAGS = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
 
 
@@ -31,11 +32,13 @@ class Rows:
         name: A name of the dataset.
         form: Their form, which a task calls ``dataset_format``.
         columns: The column of each role.
+        of_messages: Whether replies are lists of messages, not texts; None where it is not known.
     """
 
     name: str
     form: str
     columns: Mapping[str, str] = field(default_factory=dict)
+    of_messages: bool | None = None
 
 
 def check_dataset(task: Task) -> None:
@@ -89,6 +92,7 @@ def axolotl_dataset(task: Task, rows: Rows) -> dict[str, Any]:
 
 def _axolotl_type(rows: Rows) -> dict[str, Any]:
     column = dict(rows.columns)
+    _check_texts("Axolotl", rows)
     match rows.form:
         case "messages":
             tools = {"field_tools": column["tools"]} if "tools" in column else {}
@@ -129,6 +133,7 @@ def llamafactory_info(task: Task, rows: Rows) -> dict[str, Any]:
 def _llamafactory_form(rows: Rows) -> dict[str, Any]:
     column, extras = dict(rows.columns), ("system", "tools")
     kept = {role: column[role] for role in extras if role in column}
+    _check_texts("LLaMA-Factory", rows)
     match rows.form:
         case "messages":
             messages = {"messages": column.get("messages", "messages"), **kept}
@@ -148,6 +153,19 @@ def _llamafactory_form(rows: Rows) -> dict[str, Any]:
             names = {"prompt": "prompt", "response": "completion"}
             return {"formatting": "alpaca", "columns": _roles(column, names) | kept}
     raise _unreadable("LLaMA-Factory", rows)
+
+
+def _check_texts(title: str, rows: Rows) -> None:
+    """Check that the columns of a form of texts hold texts.
+
+    Raises:
+        UnsupportedError: They hold lists of messages, which the tool would take for a text, or fail on.
+    """
+    if rows.form in _FORMS_OF_TEXTS and rows.of_messages:
+        raise UnsupportedError(
+            f"config: expected texts in the columns of {rows.form}, which is how {title} reads them, found lists of "
+            "messages; write each conversation as texts, or as one list in a column messages, and tune with that file"
+        )
 
 
 def _unreadable(title: str, rows: Rows) -> UnsupportedError:

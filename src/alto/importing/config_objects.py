@@ -12,10 +12,10 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from alto.errors import SpecError, UnsupportedError
+from alto.errors import ConflictingKeysError, SpecError, UnsupportedError
 from alto.importing.draft import Answers, Draft, Note, NoteKind
 from alto.importing.imported import searched_fields
-from alto.importing.trl import read_adapter, read_trl
+from alto.importing.trl import FORM, read_adapter, read_trl
 from alto.spec.auto_space import AUTO, auto_space
 from alto.spec.base_objects import is_object_name
 from alto.spec.keys import JOB_ALIASES, TASK_ALIASES
@@ -76,6 +76,7 @@ def read_config_objects(configs: Sequence[object], values: Mapping[str, Any]) ->
 
     Raises:
         SpecError: One is another object, or there are two of a kind.
+        ConflictingKeysError: The user names another method than that of the trainer.
         UnsupportedError: Settings that differ from their defaults would change what is learned, and ALTO does not have
             them; all are named. Or it is the configuration of another trainer or adapter.
     """
@@ -101,11 +102,14 @@ def read_config_objects(configs: Sequence[object], values: Mapping[str, Any]) ->
     found = {key: value for key, value in draft.values.items() if key not in overruled and value != _ANY_MODULES}
     if "max_length" not in given:
         found.pop("max_length", None)  # transformers' trainer cuts nothing itself
+    if found.get("init_lora_weights") is True:
+        found.pop("init_lora_weights")  # the default of both, which init_adapter takes the place of
     if arguments is not None and not arguments.report_to:
         found.setdefault("report_to", "none")
     if "gradient_checkpointing" not in asked:
         found.pop("gradient_checkpointing", None)  # it changes no number, and ALTO finds out whether memory needs it
-    notes = [note for note in draft.notes if note.key in given and _ALIASES.get(note.key, note.key) not in overruled]
+    known = set(given) if arguments is None or _method_by_class(arguments) is None else {*given, FORM}
+    notes = [note for note in draft.notes if note.key in known and _ALIASES.get(note.key, note.key) not in overruled]
     if is_object_name(str(values.get("model"))) and found.pop("dtype", None) is not None:
         notes = [note for note in notes if note.key not in _PRECISIONS]
         notes.append(Note(kind=NoteKind.NOT_NEEDED, key="dtype", text="the model that is an object keeps its own"))
@@ -201,10 +205,19 @@ def _method_by_class(arguments: object) -> str | None:
 
 
 def _method_of(arguments: object, task_type: object, values: Mapping[str, Any]) -> str:
-    """The method: the user's own, that of the trainer, or that of a classification head."""
+    """The method: the user's own, that of the trainer, or that of a classification head.
+
+    Raises:
+        ConflictingKeysError: The user's own is not that of the trainer.
+    """
     named = [value for key, value in values.items() if _ALIASES.get(key, key) == "method"]
     of_class = None if arguments is None else _method_by_class(arguments)
     if named and isinstance(named[-1], str):
+        if of_class is not None and named[-1] != of_class:
+            raise ConflictingKeysError(
+                f"method should be {of_class!r}, which the trainer of {type(arguments).__name__} trains, found "
+                f"{named[-1]!r}. Remove the key, or give the configuration of the other trainer."
+            )
         return named[-1]
     if of_class is not None:
         return of_class

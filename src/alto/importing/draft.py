@@ -14,6 +14,7 @@ from alto.spec.job_config import JOB_FIELDS
 from alto.spec.keys import NOT_NEEDED_KEYS, UNSUPPORTED_KEYS, asks_for_nothing
 from alto.spec.method import Method
 from alto.spec.quoting import quoted
+from alto.spec.suggestions import nearest_key
 from alto.spec.task import TASK_FIELDS
 
 __all__ = ["Answers", "Draft", "Note", "NoteKind", "checked"]
@@ -171,9 +172,11 @@ class Draft:
         """Report a key that would change what is learned."""
         self._note(NoteKind.NOT_SUPPORTED, key, text)
 
-    def unknown(self, key: str) -> None:
-        """Report a key that is none of the tool's, as far as ALTO knows."""
-        self._note(NoteKind.UNKNOWN, quoted(key)[1:-1], "no key that ALTO knows; it is left out")
+    def unknown(self, key: str, known: Collection[str] | None = None) -> None:
+        """Report a key that is none of the tool's, as far as ALTO knows, with the nearest one of ``known``."""
+        near = None if known is None else nearest_key(key, known)
+        meant = "" if near is None else f" (did you mean {near!r}?)"
+        self._note(NoteKind.UNKNOWN, quoted(key)[1:-1], f"no key that ALTO knows{meant}; it is left out")
 
     def report_unread(self, entry: Mapping[Any, Any], read: Collection[str], where: str) -> None:
         """Report the keys of a mapping inside of the configuration that nothing reads.
@@ -223,7 +226,7 @@ class Draft:
             elif key in UNSUPPORTED_KEYS or key in NOT_NEEDED_KEYS:
                 self._answer(key, NOT_NEEDED_KEYS, UNSUPPORTED_KEYS)
             else:
-                self.unknown(key)
+                self.unknown(key, {*fields, *names})
         self.given.clear()
 
     def _note(self, kind: NoteKind, key: str, text: str) -> None:

@@ -55,8 +55,14 @@ def recognise(keys: Collection[str], where: str) -> Tool:
         where: Its file, for messages.
 
     Raises:
-        SpecError: None has any, or two have equally many.
+        SpecError: None has any, or two have equally many; or it is a sweep of W&B.
     """
+    if {"parameters", "method"} <= set(keys):
+        raise SpecError(
+            f"{where}: expected a configuration of {', '.join(tool.title for tool in TOOLS.values())}, found a sweep "
+            "of W&B. Import the configuration that it varies, and give its parameters as they are: --set "
+            "'search_space={learning_rate: {distribution: log_uniform_values, min: 1e-5, max: 1e-3}}'."
+        )
     counts = {name: len(tool.marks.intersection(keys)) for name, tool in TOOLS.items()}
     most = max(counts.values())
     best = [name for name, count in counts.items() if count == most]

@@ -20,7 +20,10 @@ from alto.spec.method import find_method
 from alto.spec.objective_settings import KTO_LOSS_TYPES, LOSS_TYPES
 from alto.spec.quoting import quoted
 
-__all__ = ["MARKS", "read_adapter", "read_trl"]
+__all__ = ["FORM", "MARKS", "read_adapter", "read_trl"]
+
+FORM = "dataset_format"
+"""The key of a task under which is reported how texts become tokens: TRL has no key for it."""
 
 MARKS = frozenset(
     {
@@ -51,6 +54,13 @@ _MAX_LENGTH = 1024
 _SIMPO_GAMMA = 0.5
 _UNLIMITED = 2**20
 _BUILDERS = ("json", "csv", "parquet", "arrow", "text")
+
+_RAW_FORMS: Mapping[str, tuple[str, str | None]] = {
+    "sft": ("prompts and completions", "raw_prompt_completion"),
+    **dict.fromkeys(("dpo", "orpo", "cpo"), ("prompts and replies", "raw_preference")),
+    "kto": ("prompts and completions", None),
+}
+"""By method: columns that may hold texts, and the form of rows that joins them as TRL does, where there is one."""
 
 _ROWS_OF_A_STEP = (
     "rows that are concatenated without padding, each a row of its own; a packed row of TRL holds several rows: raise "
@@ -105,6 +115,8 @@ def read_trl(draft: Draft, method_name: str | None) -> None:
     read_template_file(draft, "chat_template_path")
     if name == "sft":
         _read_masks(draft)
+    elif name in _RAW_FORMS:
+        _report_texts(draft, name)
     read_trainer_keys(draft)
     drops_out = draft.take("disable_dropout") is False
     read_adapter(draft, has_defaults=use_peft is True)
@@ -254,11 +266,25 @@ def _read_masks(draft: Draft) -> None:
             "train_on: completion, the replies alone; of rows of messages TRL would train every token: --set "
             "train_on=all",
         )
+    if assistant is not True:  # with it, TRL takes rows of messages alone
+        _report_texts(draft, "sft")
     column = draft.take("dataset_text_field", "text")
     if column != "text":
         draft.put("columns", {"text": column})
     if draft.take("packing"):
         draft.used("packing", _ROWS_OF_A_STEP)
+
+
+def _report_texts(draft: Draft, method_name: str) -> None:
+    """Report what becomes of rows without messages, unless an override says which form they have."""
+    if FORM in draft.replaced:
+        return
+    roles, raw = _RAW_FORMS[method_name]
+    remedy = f": --set {FORM}={raw}" if raw else ""
+    draft.used(
+        FORM,
+        f"auto: {roles} that are texts are written by the chat template; TRL joins them as they are{remedy}",
+    )
 
 
 def read_adapter(draft: Draft, *, has_defaults: bool = False) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from alto.errors import UnsupportedError
 from alto.runs import RunDir, RunHistory
 from alto.spec import Task, read_run_task
+from alto.spec.chat_template import TEMPLATE_NAME
 from alto.spec.job_config import SHAPE_FIELDS
 from alto.spec.objective_settings import DpoSettings
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from peft import PeftConfig
     from transformers import TrainingArguments
 
-__all__ = ["BestConfig", "best_config", "training_arguments"]
+__all__ = ["BestConfig", "best_config", "reads_otherwise_in_trl", "training_arguments"]
 
 _CLASSES: Mapping[str, tuple[str, str]] = {
     "sft": ("trl", "SFTConfig"),
@@ -41,6 +42,16 @@ _HARMLESS: Mapping[str, Any] = {"loraplus_lr_ratio": 1.0, "mixture_weights": Non
 """Keys that no class of arguments has, each with the value that needs none."""
 
 
+_TRL_FORMS = (
+    *("messages", "text", "prompt_completion", "raw_prompt_completion"),
+    *("preference", "raw_preference", "unpaired_preference"),
+)
+"""Forms of rows that TRL knows by their columns."""
+
+_TEMPLATED_FORMS = ("prompt_completion", "preference", "unpaired_preference")
+"""Forms whose texts ALTO writes with the chat template, and TRL joins as they are."""
+
+
 class BestConfig(NamedTuple):
     """The configuration of the best job for a trainer of TRL or transformers.
 
@@ -48,7 +59,8 @@ class BestConfig(NamedTuple):
         lora: PEFT's configuration of the adapter, to be trained.
         training: The trainer's arguments: ``SFTConfig``, ``DPOConfig``, …, or ``TrainingArguments`` of a classifier.
             ``output_dir`` is the folder of the run with ``-trl`` behind it.
-        not_carried: Settings of the job that these classes have no place for, by name.
+        not_carried: Settings of the task and the job that these classes have no place for, or that TRL would not train
+            with, by name. ``dataset_format`` is among them where TRL makes other tokens of the same rows.
     """
 
     lora: PeftConfig
@@ -68,9 +80,16 @@ def best_config(history: RunHistory, adapter_dir: Path) -> BestConfig:
     except ImportError:
         raise UnsupportedError("best_config: expected peft, found that it is not installed; pip install peft") from None
     known = {field.name for field in fields(kind)}
-    wanted = training_arguments(task, best.config, {} if history.started is None else history.started.data)
+    data = {} if history.started is None else history.started.data
+    wanted = training_arguments(task, best.config, data)
+    template = adapter_dir / TEMPLATE_NAME
+    if task.chat_template is not None:
+        is_file = "chat_template_path" in known and template.is_file()
+        wanted["chat_template_path" if is_file else "chat_template"] = str(template) if is_file else task.chat_template
+    if "disable_dropout" in known and best.config.get("lora_dropout"):
+        wanted["disable_dropout"] = False
     carried = {key: value for key, value in wanted.items() if key in known}
-    # The base is loaded in the precision of the task, and nothing is recomputed: transformers renamed the option.
+    # Nothing is recomputed, and there is no autocast: transformers renamed the option.
     checkpointing = "activation_checkpointing" if "activation_checkpointing" in known else "gradient_checkpointing"
     own: dict[str, Any] = {checkpointing: False, "output_dir": f"{run_dir}-trl", "bf16": False, "report_to": "none"}
     training = kind(**carried, **own)
@@ -79,6 +98,9 @@ def best_config(history: RunHistory, adapter_dir: Path) -> BestConfig:
         for key, value in wanted.items()
         if key not in known and not (key in _HARMLESS and value == _HARMLESS[key])
     }
+    left |= _of_the_base(task) | _unread_settings(task, wanted)
+    if "max_length" in known and reads_otherwise_in_trl(str(data.get("form", "")), data.get("of_messages")):
+        left["dataset_format"] = data["form"]
     lora = PeftConfig.from_pretrained(str(adapter_dir))
     lora.inference_mode = False  # as it is saved, PEFT would freeze the adapter
     return BestConfig(lora, training, left)
@@ -108,6 +130,35 @@ def training_arguments(task: Task, config: Mapping[str, Any], data: Mapping[str,
         found |= {"loss_type": list(forms), "loss_weights": list(forms.values()) if len(forms) > 1 else None}
         found.pop("rpo_alpha", None)
     return found
+
+
+def reads_otherwise_in_trl(form: str, of_messages: bool | None) -> bool:
+    """Whether TRL cannot read rows of ``form``, or makes other tokens of them than ALTO.
+
+    Args:
+        form: Of the rows; empty where it is not known.
+        of_messages: Whether their replies are lists of messages; None where it is not known.
+    """
+    if form in _TEMPLATED_FORMS:
+        return of_messages is False
+    return bool(form) and form not in _TRL_FORMS
+
+
+def _of_the_base(task: Task) -> dict[str, Any]:
+    """How the base model is loaded, where that is not in float32, as TRL's trainers load a model by its name."""
+    found = {
+        "dtype": task.dtype if task.dtype not in ("auto", "float32") else None,
+        "load_in_4bit": task.load_in_4bit or None,
+        "load_in_8bit": task.load_in_8bit or None,
+        "adapter_dtype": task.adapter_dtype if task.adapter_dtype != "float32" else None,
+    }
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _unread_settings(task: Task, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings that TRL's class has, and its trainer does not read: DPO smooths labels in other losses alone."""
+    smoothing = wanted.get("label_smoothing")
+    return {"label_smoothing": smoothing} if smoothing and "sigmoid" in wanted.get("loss_type", ()) else {}
 
 
 def _trained_tokens(task: Task, data: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,11 +1,12 @@
-"""Distributions of Optuna and of Ray Tune in a search space, as ranges and lists.
+"""Distributions of Optuna, of Ray Tune and of a W&B sweep in a search space, as ranges and lists.
 
-They are recognised by module and class, so that neither package has to be installed.
+They are recognised by module and class, or by their keys, so that no package has to be installed.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from alto.errors import SpecError
@@ -14,6 +15,9 @@ from alto.spec.quoting import quoted
 __all__ = ["as_values"]
 
 _MAX_VALUES = 10_000
+
+_OF_SWEEPS = frozenset({"distribution", "values", "value", "min", "max"})
+"""Keys of a parameter of a W&B sweep that is a list, a value or a range."""
 
 
 def as_values(value: Any, path: str, *, is_integer: bool) -> Any:
@@ -25,7 +29,7 @@ def as_values(value: Any, path: str, *, is_integer: bool) -> Any:
     Args:
         value: ``FloatDistribution``, ``IntDistribution`` or ``CategoricalDistribution`` of Optuna; ``choice``,
             ``uniform``, ``loguniform``, ``randint``, ``lograndint`` (without their upper end) or ``grid_search`` of Ray
-            Tune.
+            Tune; a parameter of a W&B sweep: ``{values: […]}``, ``{value: …}``, ``{distribution: …, min: …, max: …}``.
         path: Where it stands, for messages.
         is_integer: Whether ranges of the field are of whole numbers.
 
@@ -39,7 +43,23 @@ def as_values(value: Any, path: str, *, is_integer: bool) -> Any:
         return _of_ray(value, kind, path, is_integer=is_integer)
     if isinstance(value, dict) and value.keys() == {"grid_search"}:
         return value["grid_search"]
+    if isinstance(value, Mapping) and value.keys() & {"distribution", "values", "value"}:
+        return _of_a_sweep(value, path)
     return value
+
+
+def _of_a_sweep(value: Mapping[Any, Any], path: str) -> Any:
+    """A parameter of a W&B sweep; its ``uniform`` and ``int_uniform`` are one here, as the field says which numbers."""
+    kind = value.get("distribution")
+    if value.keys() - _OF_SWEEPS:
+        raise _unknown(dict(value), path)
+    if kind in (None, "categorical") and isinstance(value.get("values"), list):
+        return value["values"]
+    if kind in (None, "constant") and "value" in value:
+        return value["value"]
+    if kind in ("uniform", "int_uniform", "log_uniform_values") and {"min", "max"} <= value.keys():
+        return {"min": value["min"], "max": value["max"], "log": kind == "log_uniform_values"}
+    raise _unknown(dict(value), path)
 
 
 def _of_optuna(value: Any, kind: str, path: str, *, is_integer: bool) -> Any:

@@ -116,6 +116,17 @@ class Method:
             raise error
 
 
+_GENERATES = "which generates while it trains: ALTO does not. Choose one of the others."
+_SWEEP = "which is how a sweep of W&B searches. Write its parameters under 'search_space', and 'search: "
+_OTHER_NAMES: Mapping[str, str] = {
+    **dict.fromkeys(("grpo", "rloo", "ppo", "online_dpo"), _GENERATES),
+    "grid": f"{_SWEEP}grid'.",
+    "random": f"{_SWEEP}random'.",
+    "bayes": f"{_SWEEP}tpe'.",
+}
+"""What other programs have under the key ``method``: what it is, and what to do."""
+
+
 def find_method(name: str) -> Method:
     """The method called ``name``.
 
@@ -128,6 +139,10 @@ def find_method(name: str) -> Method:
         raise SpecError(
             f"method should be one of {', '.join(OBJECTIVES.names())}, found {quoted(name)}. Write method: {method} "
             f"and loss_type: {name}."
+        )
+    if name in _OTHER_NAMES and name not in OBJECTIVES.names():
+        raise SpecError(
+            f"method should be one of {', '.join(OBJECTIVES.names())}, found {quoted(name)}, {_OTHER_NAMES[name]}"
         )
     return Method(name=name, entry=OBJECTIVES.find(name))
 

@@ -318,7 +318,9 @@ def _pairing(value: object, path: str, method: Method) -> tuple[Axis, ...]:
 
 
 def _values(key: str, value: object, path: str, method: Method) -> Any:
-    """What a distribution of another package stands for."""
+    """What a distribution of another package stands for; mappings may be values of the field themselves."""
+    if isinstance(value, Mapping) and key in (*MAPPING_FIELDS, MIXTURE_WEIGHTS):
+        return value
     return as_values(value, path, is_integer=int in _kinds(key, method) or key in _NUMBERS_THAT_MAY_BE_WHOLE)
 
 

@@ -73,9 +73,10 @@ class TaskStarted:
         metric: The metric that the task selects by: ``loss``, or a metric of its method that is better when higher.
         num_train: Training rows.
         num_validation: Validation rows.
-        data: Rows and tokens of every split, what was cut or left out, the ``form`` of the rows, the ``max_length`` at
-            which they are cut, a ``fingerprint`` of every token, and one of training and validation rows
-            (``train_validation_fingerprint``) and of validation rows (``validation_fingerprint``).
+        data: Rows and tokens of every split, what was cut or left out, the ``form`` of the rows, whether their replies
+            are lists of messages (``of_messages``), the ``max_length`` at which they are cut, a ``fingerprint`` of
+            every token, and one of training and validation rows (``train_validation_fingerprint``) and of validation
+            rows (``validation_fingerprint``).
         max_slots: Slots of all ranks.
         early_exit: Early-exit settings, as the task file has them.
         device: Device of the first rank, for example ``cuda:0``.
