@@ -19,8 +19,10 @@ fuses what reads or writes a wide one into three kernels. A table says which ada
   with blocks of 64 or 128.
 - Blocks and pointers go to the device once a pass, gradients are added in place, atomic additions are relaxed, the
   second kernel may take several tiles of ``dy``, launches go through ALTO's shortened launcher.
+- Against it: the grouped GEMM needs a copy of ``A`` with padded ranks, and the original's version for passes of one
+  adapter, which loads by TMA, is not rebuilt.
 - No dropout: no variant has any. What it needs (a kernel that stores mask and masked input, the mask in the third
-  kernel) is left out.
+  kernel) is left out; so is the scheduler, which forms passes.
 
 On a CPU ``lorafusion_torch`` does what the kernels do, for the gate; its times say nothing of LoRAFusion.
 

@@ -112,6 +112,15 @@ def test_the_smallest_scale_passes_its_gate_and_fills_every_table(smoke):
     assert all(f"\n{name}\n" in f"\n{printed}" for name in tables)
 
 
+def test_the_figure_of_a_baseline_is_the_median_over_batch_sizes(smoke):
+    result, _ = smoke
+    for name in stages.SPEEDUPS:
+        ratios = [row["over_ours"] for row in result["rows"] if row["table"] == "step" and row["variant"] == name]
+        assert len(ratios) == 2
+        assert result["figures"][name] == pytest.approx(sum(ratios) / 2)
+        assert result["figures"][f"{name}_bs2"] == ratios[1]
+
+
 def test_every_goal_is_a_figure_that_its_scale_measures(smoke):
     for plan in PLANS.values():
         compared = [name for name in stages.SPEEDUPS if name in plan.variants]
