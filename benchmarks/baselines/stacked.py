@@ -1,8 +1,8 @@
 """What the batched baselines share: adapters of many jobs on one frozen base, stacked module by module.
 
-``loop``, ``wide`` and ``grouped_mm`` differ in how they multiply (``Products``). All else favours them alike: ALTO's
-padding-free backbone and loss head, one autograd function a layer that keeps no copies and writes gradients in place,
-adapters and optimizer state in the model's own dtype, one fused AdamW.
+``loop``, ``lorafusion`` and ``grouped_mm`` differ in how they multiply (``Products``). All else favours them alike:
+ALTO's padding-free backbone and loss head, one autograd function a layer that keeps no copies and writes gradients in
+place, adapters and optimizer state in the model's own dtype, one fused AdamW.
 
 Shapes: ``T`` tokens, ``K`` in-features, ``N`` out-features, ``Q`` rows of a stack: job after job, its ``A`` as
 ``[r, K]`` and its ``B`` as ``[r, N]``.
@@ -14,13 +14,13 @@ import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["JobTokens", "Products", "Stack", "StackedAdapters"]
+__all__ = ["AddedProducts", "AfterBase", "BaseLayer", "JobTokens", "Products", "Stack", "StackedAdapters"]
 
 MAX_GRAD_NORM = 1.0
 
@@ -52,14 +52,39 @@ class Stack:
         self.num_jobs = len(ranks)
 
 
+class BaseLayer(NamedTuple):
+    """The frozen weights of a linear module, ``[N, K]`` and ``[N]``."""
+
+    weight_NK: Tensor
+    bias_N: Tensor | None
+
+
 class Products(Protocol):
-    """One way to multiply; a module with these functions."""
+    """One way to multiply a layer and its adapters; a module with these functions, or ``AfterBase`` around one."""
 
     def rows_per_job(self, ranks: Sequence[int]) -> Sequence[int]:
         """Rows of the stack for each job, at least its rank."""
 
     def prepare(self, tokens: JobTokens, stack: Stack) -> Any:
         """What every layer of a pass reads; ``stack`` is any of them."""
+
+    def forward(self, x_TK: Tensor, base: BaseLayer, stack: Stack, prepared: Any) -> tuple[Tensor, Any]:
+        """``y[i] = x[i] Wᵀ + bias + scale_i · x[i] A_iᵀ B_i``, and what ``backward`` needs besides its arguments."""
+
+    def backward(
+        self, dy_TN: Tensor, x_TK: Tensor, saved: Any, base: BaseLayer, stack: Stack, prepared: Any, *, needs_dx: bool
+    ) -> Tensor | None:
+        """``dx`` where it is needed; adds to the gradients of ``stack`` in place."""
+
+
+class AddedProducts(Protocol):
+    """One way to add the adapters to what the frozen GEMM has written; a module with these functions."""
+
+    def rows_per_job(self, ranks: Sequence[int]) -> Sequence[int]:
+        """As of ``Products``."""
+
+    def prepare(self, tokens: JobTokens, stack: Stack) -> Any:
+        """As of ``Products``."""
 
     def add(self, x_TK: Tensor, y_TN: Tensor, stack: Stack, prepared: Any) -> Any:
         """``y[i] += scale_i · x[i] A_iᵀ B_i`` in place; returns what ``add_backward`` needs."""
@@ -68,6 +93,25 @@ class Products(Protocol):
         self, x_TK: Tensor, saved: Any, dy_TN: Tensor, dx_TK: Tensor | None, stack: Stack, prepared: Any
     ) -> None:
         """Add to ``dx_TK`` (where there is one) and to the gradients of ``stack``, in place."""
+
+
+class AfterBase:
+    """``Products`` of which PyTorch does the frozen GEMMs, and ``added`` what comes after them."""
+
+    def __init__(self, added: AddedProducts) -> None:
+        self._added = added
+        self.rows_per_job, self.prepare = added.rows_per_job, added.prepare
+
+    def forward(self, x_TK: Tensor, base: BaseLayer, stack: Stack, prepared: Any) -> tuple[Tensor, Any]:
+        y_TN = F.linear(x_TK, base.weight_NK, base.bias_N)
+        return y_TN, self._added.add(x_TK, y_TN, stack, prepared)
+
+    def backward(
+        self, dy_TN: Tensor, x_TK: Tensor, saved: Any, base: BaseLayer, stack: Stack, prepared: Any, *, needs_dx: bool
+    ) -> Tensor | None:
+        dx_TK = dy_TN @ base.weight_NK if needs_dx else None
+        self._added.add_backward(x_TK, saved, dy_TN, dx_TK, stack, prepared)
+        return dx_TK
 
 
 class StackedAdapters:
@@ -124,10 +168,8 @@ class StackedAdapters:
     def zero_grads(self) -> None:
         self._optimizer.zero_grad(set_to_none=False)
 
-    def __call__(self, x_TK: Tensor, base: nn.Linear, stack: Stack) -> Tensor:
-        result: Tensor = _StackedLora.apply(
-            x_TK, self.anchor, base.weight, base.bias, stack, self._products, self._prepared
-        )
+    def __call__(self, x_TK: Tensor, base: BaseLayer, stack: Stack) -> Tensor:
+        result: Tensor = _StackedLora.apply(x_TK, self.anchor, base, stack, self._products, self._prepared)
         return result
 
     def _job_parameters(self, job: int) -> list[Tensor]:
@@ -147,33 +189,26 @@ class _StackedLinear(nn.Module):
         self._base, self._stack, self._adapters = base, stack, adapters
 
     def forward(self, x: Tensor) -> Tensor:
-        y_TN = self._adapters(x.reshape(-1, x.shape[-1]), self._base, self._stack)
+        base = BaseLayer(self._base.weight, self._base.bias)
+        y_TN = self._adapters(x.reshape(-1, x.shape[-1]), base, self._stack)
         return y_TN.view(*x.shape[:-1], y_TN.shape[-1])
 
 
 class _StackedLora(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x_TK: Tensor,
-        anchor: Tensor,
-        weight_NK: Tensor,
-        bias_N: Tensor | None,
-        stack: Stack,
-        products: Products,
-        prepared: Any,
+        ctx: Any, x_TK: Tensor, anchor: Tensor, base: BaseLayer, stack: Stack, products: Products, prepared: Any
     ) -> Tensor:
-        y_TN = F.linear(x_TK, weight_NK, bias_N)
-        ctx.saved = products.add(x_TK, y_TN, stack, prepared)
-        ctx.save_for_backward(x_TK, weight_NK)
-        ctx.stack, ctx.products, ctx.prepared = stack, products, prepared
+        y_TN, ctx.saved = products.forward(x_TK, base, stack, prepared)
+        ctx.save_for_backward(x_TK)
+        ctx.base, ctx.stack, ctx.products, ctx.prepared = base, stack, products, prepared
         return y_TN
 
     @staticmethod
-    def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, None, None, None, None, None, None]:
-        x_TK, weight_NK = ctx.saved_tensors
+    def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
+        (x_TK,) = ctx.saved_tensors
         # Views with a stride of zero reach here where a sum was the last step; not every GEMM takes them.
-        dy_TN = dy_TN.contiguous()
-        dx_TK = dy_TN @ weight_NK if ctx.needs_input_grad[0] else None
-        ctx.products.add_backward(x_TK, ctx.saved, dy_TN, dx_TK, ctx.stack, ctx.prepared)
-        return dx_TK, None, None, None, None, None, None
+        dx_TK = ctx.products.backward(
+            dy_TN.contiguous(), x_TK, ctx.saved, ctx.base, ctx.stack, ctx.prepared, needs_dx=ctx.needs_input_grad[0]
+        )
+        return dx_TK, None, None, None, None, None

@@ -1,9 +1,8 @@
 """One training step of many adapters, done in seven ways; and the grouped ops against what bytes and FLOPs allow.
 
 ``frozen`` is the base alone, forward and backward of activations: the floor. ``sequential`` is PEFT, one job at a time;
-``loop`` a few GEMMs for each adapter in each layer (mLoRA's way), ``wide`` one GEMM over the ranks of all adapters (as
-LoRAFusion has it in the shrink, and only there), ``grouped_mm`` PyTorch's grouped GEMM, ``ours`` ALTO's trainer on the
-backend that it chooses,
+``loop`` a few GEMMs for each adapter in each layer (mLoRA's way), ``lorafusion`` LoRAFusion's kernels, which the frozen
+GEMM is part of, ``grouped_mm`` PyTorch's grouped GEMM, ``ours`` ALTO's trainer on the backend that it chooses,
 ``compiled`` the same with compiled layers. All have the same weights and tokens and take turns in one process; nothing
 of a model is timed before its gate is passed.
 
@@ -84,11 +83,11 @@ def notes(plan: Plan) -> list[str]:
         f"Base in {str(plan.dtype).removeprefix('torch.')}, random weights and tokens. Gate, on {CUT_LAYERS} layers of "
         f"the model, relative to the float64 reference: {gates}; likewise every op by itself.",
         "step_over_frozen and step_over_floor are the worst over batch sizes, the floor being the frozen step times "
-        "(1 + LoRA FLOPs / base FLOPs); op_share_of_floor is the worst over ops and shapes. Ratios are medians over "
-        "rounds of the ratio within a round.",
-        "In favour of loop, wide and grouped_mm: ALTO's padding-free attention and loss head, adapters and optimizer "
-        "state in the base's dtype, gradients written in place. In favour of sequential: logits in trained columns "
-        "alone, adapters in the base's dtype, one adapter a rank for all jobs of that rank.",
+        "(1 + LoRA FLOPs / base FLOPs); op_share_of_floor is the worst over ops and shapes. A baseline without a batch "
+        "size is the median over batch sizes. Ratios are medians over rounds of the ratio within a round.",
+        "In favour of loop, lorafusion and grouped_mm: ALTO's padding-free attention and loss head, adapters and "
+        "optimizer state in the base's dtype, gradients written in place. In favour of sequential: logits in trained "
+        "columns alone, adapters in the base's dtype, one adapter a rank for all jobs of that rank.",
     ]
 
 

@@ -49,7 +49,7 @@ class Plan:
     Attributes:
         repeats: Timed rounds.
         variants: What takes part.
-        models: Speed-ups over ``loop`` and ``sequential`` become figures for the first of them.
+        models: Speed-ups over the baselines become figures for the first of them.
         throughput: Samples per second against a bare PEFT loop; None leaves it out.
     """
 
@@ -84,6 +84,7 @@ PLANS = {
             ModelPlan(shape="tiny", tokenizer="alto-tiny", ranks=_MIXED_16, batch_sizes=(1,), max_tokens_per_pass=4096),
             ModelPlan(shape="25m", tokenizer="gpt2", ranks=_MIXED_16, batch_sizes=(1,), max_tokens_per_pass=4096),
         ),
+        variants=tuple(name for name in VARIANTS if name != "lorafusion"),  # whose kernels a CPU does not have
         # Under alto-tiny's tokenizer, rows of at most 236 tokens have 177 on average.
         throughput=ThroughputPlan(shape="tiny", ranks=_MIXED_16, num_rows=16, longest=236),
         goals={
@@ -117,9 +118,9 @@ PLANS = {
             "sequential_bs1": (">=", 8.0),
             "sequential_bs2": (">=", 5.5),
             "sequential_bs4": (">=", 3.5),
-            "step_over_frozen_1b": ("<=", 1.25),
-            "step_over_frozen_8b": ("<=", 1.12),
-            "op_share_of_floor_8b": (">=", 0.8),
+            "lorafusion": (">=", 1.2),
+            "step_over_floor_1b": ("<=", 1.15),
+            "step_over_floor_8b": ("<=", 1.15),
         },
     ),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from statistics import median
 from typing import TypeVar
 
 from common import Spread, spread
@@ -25,13 +26,16 @@ from kernels_lib.throughput import measure_throughput
 from kernels_lib.variants import VARIANTS, Variant, build, usable_variants
 from kernels_lib.workload import Workload, random_rows
 
-__all__ = ["CUT_LAYERS", "STAGES", "actions", "piece_name"]
+__all__ = ["CUT_LAYERS", "SPEEDUPS", "STAGES", "actions", "piece_name"]
 
 CUT_LAYERS = 2
 CUT_VOCABULARY = 2048
 
 STAGES = ("layers", "ops", "throughput", "steps")
 """In the order in which they are measured: whole steps take longest."""
+
+SPEEDUPS = ("sequential", "loop", "lorafusion")
+"""Whose steps over ours are figures: at every batch size, and the median of these."""
 
 _Found = TypeVar("_Found")
 
@@ -165,11 +169,12 @@ def _measure_ops(plan: Plan, model: ModelPlan, piece: Piece, flush: Flush) -> No
 
 
 def _measure_steps(plan: Plan, model: ModelPlan, gates: _Gates, speedups: bool, piece: Piece, flush: Flush) -> None:
-    """Whole training steps of the whole model; with ``speedups``, those of ours become figures."""
+    """Whole training steps of the whole model; with ``speedups``, those of ``SPEEDUPS`` over ours become figures."""
     names = gates.green(model, piece)
     base, workload = _prepare(plan, model)
     variants = _build([name for name in names if name in model.whole], base, workload, piece)
     over_frozen, over_floor = [], []
+    over_ours: dict[str, list[float]] = {name: [] for name in SPEEDUPS}
     for batch_size in model.batch_sizes:
         steps = {name: partial(variant.step, batch_size) for name, variant in variants.items()}
         turns = take_turns(steps, plan.repeats, plan.device)
@@ -185,8 +190,9 @@ def _measure_steps(plan: Plan, model: ModelPlan, gates: _Gates, speedups: bool, 
                 if peak is not None:
                     row["peak_bytes"] = peak
             piece.rows.append(row)
-            if speedups and name in ("loop", "sequential") and "ours" in turns.seconds:
+            if speedups and name in SPEEDUPS and "ours" in turns.seconds:
                 piece.figures[f"{name}_bs{batch_size}"] = row["over_ours"]
+                over_ours[name].append(row["over_ours"])
         if {"frozen", "ours"} <= set(turns.seconds):
             lora_share = lora_flops(base, workload, batch_size) / base_flops(base, workload, batch_size)
             over_frozen.append(turns.ratio("ours", "frozen").median)
@@ -195,6 +201,9 @@ def _measure_steps(plan: Plan, model: ModelPlan, gates: _Gates, speedups: bool, 
     if len(over_frozen) == len(model.batch_sizes):
         piece.figures[f"step_over_frozen_{model.shape}"] = max(over_frozen)
         piece.figures[f"step_over_floor_{model.shape}"] = max(over_floor)
+    for name, ratios in over_ours.items():
+        if len(ratios) == len(model.batch_sizes):
+            piece.figures[name] = median(ratios)
 
 
 def _measure_samples(plan: Plan, throughput: ThroughputPlan, piece: Piece, flush: Flush) -> None:

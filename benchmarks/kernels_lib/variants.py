@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from baselines import grouped_mm, loop, wide
+from baselines import grouped_mm, loop, lorafusion
 from baselines.bare_peft import loss_sum
-from baselines.stacked import MAX_GRAD_NORM, JobTokens, Products, StackedAdapters
+from baselines.stacked import MAX_GRAD_NORM, AfterBase, JobTokens, Products, StackedAdapters
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -250,9 +250,9 @@ class Ours:
 VARIANTS: Mapping[str, Callable[[PreTrainedModel, Workload], Variant]] = {
     "frozen": Frozen,
     "sequential": Sequential,
-    "loop": lambda base, workload: Stacked(base, workload, loop),
-    "wide": lambda base, workload: Stacked(base, workload, wide),
-    "grouped_mm": lambda base, workload: Stacked(base, workload, grouped_mm),
+    "loop": lambda base, workload: Stacked(base, workload, AfterBase(loop)),
+    "lorafusion": lambda base, workload: Stacked(base, workload, lorafusion),
+    "grouped_mm": lambda base, workload: Stacked(base, workload, AfterBase(grouped_mm)),
     "ours": Ours,
     "compiled": lambda base, workload: Ours(base, workload, torch_compile=True),
 }
@@ -260,7 +260,8 @@ VARIANTS: Mapping[str, Callable[[PreTrainedModel, Workload], Variant]] = {
 
 def usable_variants(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
     """All variants but those that PyTorch cannot do on this device."""
-    return tuple(name for name in VARIANTS if name != "grouped_mm" or grouped_mm.is_supported(device, dtype))
+    asked = {"grouped_mm": grouped_mm, "lorafusion": lorafusion}
+    return tuple(name for name in VARIANTS if name not in asked or asked[name].is_supported(device, dtype))
 
 
 def build(name: str, base: PreTrainedModel, workload: Workload) -> Variant:

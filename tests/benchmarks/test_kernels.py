@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("peft", reason="the baselines need the bench extra: pip install -e '.[bench]'")
 
 import torch
-from baselines import grouped_mm, loop, wide
+from baselines import grouped_mm, loop, lorafusion_torch
 from baselines.bare_peft import bare_peft_one
 from gpu_stack import ROOT, gpu_stack
 from kernels_lib import gate, lengths, stages, throughput
@@ -88,7 +88,7 @@ def few(monkeypatch):
     """The smallest scale with fewer variants, one batch size and one round."""
     (model,) = PLANS["smoke"].models
     models = (replace(model, batch_sizes=(1,)),)
-    variants = ("frozen", "loop", "wide", "ours")
+    variants = ("frozen", "loop", "lorafusion", "ours")
     monkeypatch.setitem(PLANS, "smoke", replace(PLANS["smoke"], repeats=1, models=models, variants=variants))
     return variants
 
@@ -112,9 +112,19 @@ def test_the_smallest_scale_passes_its_gate_and_fills_every_table(smoke):
     assert all(f"\n{name}\n" in f"\n{printed}" for name in tables)
 
 
+def test_the_figure_of_a_baseline_is_the_median_over_batch_sizes(smoke):
+    result, _ = smoke
+    for name in stages.SPEEDUPS:
+        ratios = [row["over_ours"] for row in result["rows"] if row["table"] == "step" and row["variant"] == name]
+        assert len(ratios) == 2
+        assert result["figures"][name] == pytest.approx(sum(ratios) / 2)
+        assert result["figures"][f"{name}_bs2"] == ratios[1]
+
+
 def test_every_goal_is_a_figure_that_its_scale_measures(smoke):
     for plan in PLANS.values():
-        figures = {f"{name}_bs{size}" for name in ("loop", "sequential") for size in plan.models[0].batch_sizes}
+        compared = [name for name in stages.SPEEDUPS if name in plan.variants]
+        figures = {f"{name}_bs{size}" for name in compared for size in plan.models[0].batch_sizes} | set(compared)
         for model in plan.models:
             names = ("step_over_frozen", "step_over_floor", "op_share_of_floor")
             figures |= {f"{name}_{model.shape}" for name in names}
@@ -144,8 +154,8 @@ class TestTheGate:
         [
             ("loop", loop, "add"),
             ("loop", loop, "add_backward"),
-            ("wide", wide, "add"),
-            ("wide", wide, "add_backward"),
+            ("lorafusion", lorafusion_torch, "fused_linear"),
+            ("lorafusion", lorafusion_torch, "fused_narrow"),
             ("grouped_mm", grouped_mm, "add"),
             ("grouped_mm", grouped_mm, "add_backward"),
             *(("ours", torch_backend, op) for op in OPS),
@@ -153,12 +163,12 @@ class TestTheGate:
     )
     def test_is_red_when_an_input_is_a_hundredth_off(self, base, workload, monkeypatch, variant, module, function):
         right = getattr(module, function)
-        monkeypatch.setattr(module, function, lambda first, *rest: right(_off(first), *rest))
+        monkeypatch.setattr(module, function, lambda first, *rest, **settings: right(_off(first), *rest, **settings))
         failures = gate_failures({variant: build(variant, base, workload)}, base, workload, 1)
         assert failures
         assert all(failure.startswith(f"{variant}, job ") for failure in failures)
 
-    @pytest.mark.parametrize("variant", ["frozen", "sequential", "loop", "wide", "grouped_mm", "ours"])
+    @pytest.mark.parametrize("variant", ["frozen", "sequential", "loop", "lorafusion", "grouped_mm", "ours"])
     def test_is_red_when_jobs_train_each_other_s_rows(self, base, workload, monkeypatch, variant):
         broken = Workload(ranks=workload.ranks, data=workload.data, max_tokens_per_pass=500)
         broken.rows = lambda size: workload.rows(size)[::-1]
@@ -168,16 +178,16 @@ class TestTheGate:
         assert gate_failures({variant: built}, base, workload, 1)
 
     def test_a_variant_that_is_wrong_is_not_timed_and_the_others_are(self, monkeypatch, tmp_path, capsys, few):
-        monkeypatch.setattr(wide, "add", lambda x_TK, y_TN, stack, mask_TQ: x_TK @ stack.a_QK.T * mask_TQ)
+        monkeypatch.setattr(lorafusion_torch, "fused_linear", lambda x_TK, weight_KN, *_, **__: x_TK @ weight_KN)
         assert main([*SMALL, "--stages", "layers", "steps", "--out", str(tmp_path)]) == 1
         result = json.loads((tmp_path / "kernels-smoke.json").read_text(encoding="utf-8"))
         assert result["gate"] == "partly passed"
-        assert {row["variant"] for row in result["rows"]} == set(few) - {"wide"}
+        assert {row["variant"] for row in result["rows"]} == set(few) - {"lorafusion"}
         assert "loop_bs1" in result["figures"]
         failures = [note for note in result["notes"] if note.startswith("Without figures, its gate failed: smoke, ")]
         assert len(failures) == len(set(failures)) > 0
-        assert "wide, job 0 (rank 4), loss" in failures[0]
-        assert "wide, job 0 (rank 4), loss" in capsys.readouterr().out
+        assert "lorafusion, job 0 (rank 4), loss" in failures[0]
+        assert "lorafusion, job 0 (rank 4), loss" in capsys.readouterr().out
 
     @pytest.mark.usefixtures("few")
     def test_nothing_is_timed_where_all_are_wrong(self, monkeypatch, tmp_path):
@@ -300,7 +310,8 @@ class TestAVariantThatFails:
         result = json.loads((tmp_path / "kernels-smoke.json").read_text(encoding="utf-8"))
         assert result["gate"] == "passed"
         assert {row["variant"] for row in result["rows"]} == set(few) - {"loop"}
-        assert set(result["figures"]) == {"step_over_frozen_smoke", "step_over_floor_smoke"}
+        of_the_other = {"lorafusion", "lorafusion_bs1"}
+        assert set(result["figures"]) == {"step_over_frozen_smoke", "step_over_floor_smoke"} | of_the_other
         where = {
             "build": "smoke steps: loop, before its first step: out of memory",
             "step": "smoke steps, batch size 1: loop: ValueError: no such row",
