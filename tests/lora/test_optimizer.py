@@ -5,9 +5,12 @@ That LoRA+ rates are PEFT's is shown by ``tests/executor/test_isolation.py``, wh
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+from alto.kernels import rounding_key, torch_backend
 from alto.lora import AdapterBank, AdapterShape, BankLayout, SlotAdamW, SlotUpdate, TargetModule
 from alto.spec import JobConfig
 
@@ -205,6 +208,24 @@ def test_bfloat16_moments_of_an_adapter_follow_from_its_own_seed_and_steps() -> 
     assert {part.dtype for part in states.values()} == {torch.bfloat16}
     assert all((part >= 0).all() for name, part in states.items() if name.endswith("exp_avg_sq"))
     assert company.bits(4) != company.bits(1), "the seed has no part in it"
+
+
+def test_every_step_of_a_job_rounds_by_a_key_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[int]] = []
+
+    class Recording:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch_backend, name)
+
+        def bank_adamw(self, *args: Any, rounding_keys: list[int], **settings: Any) -> None:
+            seen.append(rounding_keys)
+
+    monkeypatch.setattr("alto.lora.optimizer.choose_backend", lambda **_: Recording())
+    adapters = Rounded({2: 7})
+    adapters.train(2)
+    adapters.admit(0, 9)
+    adapters.train(1)
+    assert seen == [[rounding_key(7, 1)], [rounding_key(7, 2)], [rounding_key(7, 3), rounding_key(9, 1)]]
 
 
 def test_bfloat16_moments_go_to_another_bank_to_the_bit_and_on_from_there() -> None:
