@@ -93,6 +93,7 @@ class Build:
 
     Attributes:
         op: Key of ``PRODUCTS`` or ``OF_ROWS``.
+        rounds: Whether AdamW's moments are bfloat16, rounded at random; else they have the dtype of the bank.
         wide: Dtype of the base's tensors; None for the optimizer, which sees none.
     """
 
@@ -100,6 +101,7 @@ class Build:
     config: KernelConfig
     dropout: bool
     split: bool
+    rounds: bool = False
     wide: torch.dtype | None
     bank: torch.dtype
     arch: int
@@ -114,7 +116,8 @@ class Build:
         constants = self.config.constants
         tiles = "×".join(str(constants[name]) for name in ("TILE", "BLOCK_T", "BLOCK_W", "BLOCK") if name in constants)
         dtypes = " / ".join(str(dtype).removeprefix("torch.") for dtype in (self.wide, self.bank) if dtype)
-        op = ", ".join([self.op, *["dropout"] * self.dropout, *["parts"] * self.split])
+        variants = {"dropout": self.dropout, "parts": self.split, "bfloat16 moments": self.rounds}
+        op = ", ".join([self.op, *(name for name, is_so in variants.items() if is_so)])
         return f"| {op} | {dtypes} | {tiles} | {self.config.num_warps} | {self.config.num_stages} | {self.arch} |"
 
     def source(self) -> ASTSource:
@@ -124,6 +127,7 @@ class Build:
             "DROPOUT": self.dropout,
             "IS_SPLIT": self.split,
             "HAS_WORKING": has_working,
+            "ROUNDS_AT_RANDOM": self.rounds,
         }
         signature, constants, attributes = {}, {}, {}
         for index, name in enumerate(self.kernel.arg_names):
@@ -158,6 +162,8 @@ class Build:
             return "*fp64"
         if name.startswith(("grad_scales_", "settings_", "sums_", "norms_")):
             return "*fp32"
+        if name.startswith("exp_avg_") and self.rounds:
+            return "*bf16"
         if name == "working_ZP" or (name == "params_ZP" and self.wide is not None):
             # What products are computed with; the optimizer of a bank on a bfloat16 base writes it.
             return POINTERS[working_dtype(self.wide or torch.bfloat16, self.bank) or self.bank]
@@ -192,9 +198,10 @@ def _builds_of(arch: int, narrows: list[int], dtypes: list[str]) -> Iterator[Bui
                     for split in (False, True) if "IS_SPLIT" in kernel.arg_names else (False,):
                         yield Build(op=op, config=config, dropout=dropout, split=split, wide=wide, bank=bank, arch=arch)
     for bank in dict.fromkeys(DTYPES[name][1] for name in dtypes):
-        for op, (_, config_of) in OF_ROWS.items():
-            config = config_of(bank)
-            yield Build(op=op, config=config, dropout=False, split=False, wide=None, bank=bank, arch=arch)
+        for op, (kernel, config_of) in OF_ROWS.items():
+            for rounds in (False, True) if "ROUNDS_AT_RANDOM" in kernel.arg_names else (False,):
+                build = {"op": op, "config": config_of(bank), "rounds": rounds, "bank": bank, "arch": arch}
+                yield Build(**build, dropout=False, split=False, wide=None)
 
 
 def compile_build(build: Build) -> Usage:
@@ -233,8 +240,9 @@ def page(lines: Iterable[str]) -> str:
             "Tiles are narrow × tokens × wide columns. Narrow are the ranks of a slot; in `shrink`, `dx` and `da` of",
             "all modules that share an input. More of them launch, or loop over, more tiles. `ds` and `dx` are the",
             "launches of `grouped_backward_input`, `da` and `db` those of `grouped_backward_weight`, `square sums` and",
-            "`total norms` those of `row_norms`. With `parts`, sums are over more than 2,048 wide columns. Adapters",
-            "lie where vectors may begin, as of ranks divisible by 8.",
+            "`total norms` those of `row_norms`. With `parts`, sums are over more than 2,048 wide columns. With",
+            "`bfloat16 moments`, AdamW rounds them at random (`optim_state_dtype: bfloat16`). Adapters lie where",
+            "vectors may begin, as of ranks divisible by 8.",
             "",
             "| op | base / bank | tiles | warps | stages | sm | registers | spilled bytes | shared KiB | per SM |",
             "|---|---|---|---:|---:|---:|---:|---:|---:|---:|",

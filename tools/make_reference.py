@@ -183,8 +183,8 @@ with AdamW.
 output head), a module's name, a list of names, or a regular expression over full names; `exclude_modules` is written
 in the same way. The output head and the token embeddings (`lm_head`, `embed_tokens`) are adapted where they are named,
 on one GPU and without `use_dora`; where they are one weight, an adapter on one leaves the other as it is.
-`modules_to_save` trains one of these two, or both, whole: each job has a copy with gradient and moments in the
-adapter's precision, so that a head of 150,000 tokens and 1,024 features is 2.5 GB of a slot in 32 bits. Other modules
+`modules_to_save` trains one of these two, or both, whole: each job has a copy with a gradient and moments, so that a
+head of 150,000 tokens and 1,024 features is 2.5 GB of a slot in 32 bits. Other modules
 are refused there.
 
 `max_grad_norm` 0 or null clips nothing. `warmup_steps` and `warmup_ratio` exclude each other and are about the learning
@@ -193,8 +193,9 @@ rate; early exit has a `warmup_ratio` of its own. `optim` may also be spelt `ada
 `pip install "alto-lora[bnb]"`, the paged one also a GPU. They train as bitsandbytes does alone. The bank holds 32-bit
 state for all slots or, where no job of the task is trained with `adamw_torch`, for none. `sgd`, `rmsprop` and
 `adagrad` are torch's, `adafactor` is transformers' (with `scale_parameter` and `relative_step` off), as transformers'
-Trainer makes them; each is made for the row of its job alone. `optim_args` are a mapping, or text as in
-`TrainingArguments`: of `sgd` `momentum`, `dampening`, `nesterov`; of `rmsprop` `alpha`, `eps`, `momentum`, `centered`;
+Trainer makes them; each is made for the row of its job alone. The task's `optim_state_dtype` is about `adamw_torch`.
+`optim_args` are a mapping, or text as in `TrainingArguments`: of `sgd` `momentum`, `dampening`, `nesterov`; of
+`rmsprop` `alpha`, `eps`, `momentum`, `centered`;
 of `adagrad` `eps`, `lr_decay`. `adam_beta1`, `adam_beta2` and `adam_epsilon` have an effect on AdamW only;
 `weight_decay` is an L2 penalty with torch's three, decoupled with the others. In a search space, settings go with their
 optimizer under `paired`.
@@ -276,6 +277,11 @@ def memory_section() -> str:
             "bitsandbytes",
         ),
         ("`optim: paged_adamw_8bit`", "the same, and its state may be paged out of a full GPU", "bitsandbytes, CUDA"),
+        (
+            "`optim_state_dtype: bfloat16`",
+            "a quarter of a slot: 12 bytes a parameter instead of 16; on a bfloat16 base on CUDA 14 instead of 18",
+            "`adamw_torch` for every job",
+        ),
         ("`adapter_dtype: bfloat16`", "half of the bank; small updates may be rounded away", ""),
     ]
     return f"""## Memory
@@ -286,6 +292,15 @@ bitsandbytes comes with `pip install "alto-lora[bnb]"`; all of it but the paged 
 head and embeddings stay in `dtype`. The packed weights of a quantised base are dequantised for every product;
 activations are not rounded. `float16` is trained without loss scaling: prefer `bfloat16` where gradients are very
 small. An adapter names the base as the task does: load that base with the same quantisation to use it.
+
+Leave `optim_state_dtype` out where memory is no limit: steps are then those of torch's AdamW. With `bfloat16` AdamW's
+two moments are rounded up or down at random, by a hash of the job's seed, its step and the place in the adapter: their
+means are those of 32 bits, and second moments are a few percent off at a time. All jobs still take their steps in one
+launch, and a step reads and writes 8 bytes a parameter less. So it comes before `adamw_8bit`, which takes a launch and
+a copy of the weights for every row; choose `adamw_8bit` where a run has to train as bitsandbytes does. On a CPU the
+rounding takes time and saves memory alone. `adapter_dtype: bfloat16` without the key has moments of 16 bits too,
+rounded to the nearest as in torch: with `adam_beta2: 0.999` second moments do not fall there, since a step takes less
+off than half of their last digit; with `optim_state_dtype: bfloat16` or `float32` beside it they do.
 """
 
 

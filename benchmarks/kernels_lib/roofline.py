@@ -93,6 +93,7 @@ class Version:
             the optimizer has set it.
         has_parts: Sums over more than ``PART`` wide columns are cut into parts, a program each.
         reads_norms: The clipping norm is a pass of its own over the gradients.
+        moment_bytes: Of a number of the state of AdamW.
     """
 
     reads_outputs: bool
@@ -102,13 +103,15 @@ class Version:
     overwrites_gradients: bool = False
     has_parts: bool = False
     reads_norms: bool = True
+    moment_bytes: int = 4
 
     @property
     def optimizer_bytes(self) -> int:
         """Of a parameter in a step: 4 less where the gradient is not set to zero, and where no norm reads it; a copy of
-        the weight more where products read copies."""
+        the weight more where products read copies; two moments are read and written."""
         copied = self.weight_bytes if self.weight_bytes < ADAPTER_BYTES else 0
-        return FLOOR_BYTES + copied - ADAPTER_BYTES * (self.overwrites_gradients + (not self.reads_norms))
+        saved = ADAPTER_BYTES * (self.overwrites_gradients + (not self.reads_norms))
+        return FLOOR_BYTES + copied - saved - 4 * (ADAPTER_BYTES - self.moment_bytes)
 
 
 VERSIONS: Mapping[str, Version] = {
@@ -138,8 +141,18 @@ VERSIONS: Mapping[str, Version] = {
         has_parts=True,
         reads_norms=False,
     ),
+    "now, with bfloat16 moments": Version(
+        reads_outputs=False,
+        output_tile=128,
+        narrow_bytes=2,
+        weight_bytes=2,
+        overwrites_gradients=True,
+        has_parts=True,
+        moment_bytes=2,
+    ),
 }
-"""In the order in which they were or would be made; the last one does not exist."""
+"""In the order in which they were or would be made; norms out of ``da`` and ``db`` do not exist. Last what
+``optim_state_dtype: bfloat16`` makes of those of now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -102,6 +102,7 @@ def test_the_command_line_takes_it(task: alto.Task, first: Path, tmp_path: Path)
     [
         ({"model": "alto-tiny"}, r"packing_from: expected a run with model 'alto-tiny'.* found .* with '.*tiny'"),
         ({"adapter_dtype": "bfloat16"}, r"packing_from: expected a run with adapter_dtype 'bfloat16'"),
+        ({"optim_state_dtype": "bfloat16"}, r"packing_from: expected a run with optim_state_dtype 'bfloat16'"),
         ({"num_gpus": 2}, r"packing_from: expected a run with num_gpus 2"),
         ({"max_length": 16}, r"packing_from: expected a run with max_length 16"),
         ({"load_in_8bit": True}, r"packing_from: expected a run with load_in_8bit True"),

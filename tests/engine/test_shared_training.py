@@ -324,11 +324,14 @@ def test_a_run_that_is_attached_twice_is_refused_and_goes_on(
     assert_as_alone(tmp_path / "cedar", alone["cedar"])
 
 
-def test_another_dtype_of_adapters_is_refused(tasks: Mapping[str, Task], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("key", "expected"), [("adapter_dtype", "float32"), ("optim_state_dtype", "none")])
+def test_another_dtype_of_the_bank_is_refused(
+    key: str, expected: str, tasks: Mapping[str, Task], tmp_path: Path
+) -> None:
     host, asked = work.Training(), list[bool]()
     hosted(host, 0, tasks["alder"], tmp_path / "alder", is_interrupted=lambda: bool(asked))
-    with pytest.raises(RunBusyError, match=r"adapter_dtype: expected float32, .* found bfloat16"):
-        hosted(host, 1, tasks["cedar"].replace(adapter_dtype="bfloat16"), tmp_path / "cedar")
+    with pytest.raises(RunBusyError, match=rf"{key}: expected {expected}, .* found bfloat16"):
+        hosted(host, 1, tasks["cedar"].replace(**{key: "bfloat16"}), tmp_path / "cedar")
     assert host.turn() == {}
     asked.append(True)
     finish(host, 1)

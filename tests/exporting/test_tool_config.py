@@ -150,6 +150,7 @@ def test_what_is_written_is_imported_as_the_same_job(case: str, tool: str, tmp_p
         ("trl", {"train_on": "last"}, ["TRL has no place for train_on: 'last'."]),
         ("axolotl", {"rank_pattern": {"q_proj": 4}}, ["Axolotl has no place for rank_pattern: {'q_proj': 4}."]),
         ("llamafactory", {"adapter_dtype": "bfloat16"}, ["LLaMA-Factory has no place for adapter_dtype: 'bfloat16'."]),
+        ("trl", {"optim_state_dtype": "bfloat16"}, ["TRL has no place for optim_state_dtype: 'bfloat16'."]),
     ],
 )
 def test_what_the_tool_has_no_place_for_is_said(

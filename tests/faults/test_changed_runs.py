@@ -88,6 +88,10 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
         lambda folder: change_task(folder, adapter_dtype="bfloat16"),
         r"\(adapter_dtype: float32\), found adapter_dtype: bfloat16",
     ),
+    "optim_state_dtype": (
+        lambda folder: change_task(folder, optim_state_dtype="bfloat16"),
+        r"\(optim_state_dtype: null\), found optim_state_dtype: bfloat16",
+    ),
     "rows": (other_rows, r"found other rows or tokens"),
     "eval_steps": (lambda folder: change_task(folder, eval_steps=0.5), r"other settings of eval_steps; put it back"),
     "jobs": (lambda folder: change_task(folder, search_space={"lr": [1e-3, 2e-2]}), r"other settings of job-001"),

@@ -47,13 +47,18 @@ NUM_SLOTS = 3
     ids="+".join,
 )
 @pytest.mark.parametrize("working", [None, torch.bfloat16], ids=["no copies", "copies"])
+@pytest.mark.parametrize("state", [None, torch.float32, torch.bfloat16], ids=["usual", "float32", "bfloat16"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_it_is_what_the_tensors_take(
-    layout: BankLayout, working: torch.dtype | None, optims: tuple[OptimizerName, ...], dtype: torch.dtype
+    layout: BankLayout,
+    state: torch.dtype | None,
+    working: torch.dtype | None,
+    optims: tuple[OptimizerName, ...],
+    dtype: torch.dtype,
 ) -> None:
     bank = AdapterBank(layout, NUM_SLOTS, dtype=dtype, initial=initial(layout))
     bank.keep_copies(working)
-    optimizer = SlotAdamW(bank, optims)
+    optimizer = SlotAdamW(bank, optims, state)
     for slot in range(NUM_SLOTS):
         bank.occupy(slot, AdapterShape(rank=layout.max_rank, targets=MODULES, extras=layout.extras))
         optimizer.reset(slot, optims[-1])
@@ -63,7 +68,15 @@ def test_it_is_what_the_tensors_take(
         tensors += of_slot._parameters.values()
         tensors += [part for state in of_slot._optimizer.state.values() for part in state.values() if _is_tensor(part)]
     distinct = {tensor.data_ptr(): tensor.nbytes for tensor in tensors if tensor.numel()}
-    assert bank_bytes(layout, NUM_SLOTS, optims, dtype, working) == sum(distinct.values())
+    assert bank_bytes(layout, NUM_SLOTS, optims, dtype, working, state) == sum(distinct.values())
+
+
+def test_bfloat16_moments_take_fourteen_bytes_of_a_parameter_where_float32_ones_take_eighteen() -> None:
+    sizes = [
+        bank_bytes(LAYOUT, 1, {"adamw_torch"}, torch.float32, torch.bfloat16, state) / LAYOUT.row_size
+        for state in (None, torch.float32, torch.bfloat16)
+    ]
+    assert sizes == [18, 18, 14]
 
 
 @pytest.mark.parametrize(

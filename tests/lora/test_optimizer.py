@@ -5,9 +5,12 @@ That LoRA+ rates are PEFT's is shown by ``tests/executor/test_isolation.py``, wh
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+from alto.kernels import rounding_key, torch_backend
 from alto.lora import AdapterBank, AdapterShape, BankLayout, SlotAdamW, SlotUpdate, TargetModule
 from alto.spec import JobConfig
 
@@ -146,6 +149,95 @@ def test_state_moves_to_another_slot_of_another_bank(adapters: Adapters) -> None
     for name, pair in adapters.bank.read(0).items():
         for expected, found in zip(pair, other.bank.read(1)[name], strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=0.0)
+
+
+class Rounded:
+    """Equal adapters with bfloat16 moments, the jobs of which have the given seeds by slot. They get the same gradients
+    in the same steps of their own."""
+
+    def __init__(
+        self,
+        slots: dict[int, int],
+        *,
+        num_slots: int = 4,
+        max_rank: int = 5,
+        modules: tuple[TargetModule, ...] = MODULES,
+    ) -> None:
+        layout = BankLayout(modules=modules, max_rank=max_rank, shared_inputs=(("before", "up"),))
+        self.bank = AdapterBank(layout, num_slots)
+        self.optimizer = SlotAdamW(self.bank, ["adamw_torch"], torch.bfloat16)
+        self.slots: dict[int, int] = {}
+        for slot, seed in slots.items():
+            self.admit(slot, seed)
+
+    def admit(self, slot: int, seed: int) -> None:
+        self.slots[slot] = seed
+        self.bank.occupy(slot, AdapterShape(rank=3, targets=MODULES))
+        self.bank.initialise(slot, seed=0)
+        self.optimizer.reset(slot, "adamw_torch")
+
+    def train(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            updates = []
+            for slot, seed in self.slots.items():
+                generator = torch.Generator().manual_seed(self.optimizer.steps[slot])
+                for _, *pair in self.bank.matrices(self.bank.grads_ZP, slot):
+                    for matrix in pair:
+                        matrix.copy_(torch.randn(matrix.shape, generator=generator))
+                updates.append(SlotUpdate(slot=slot, config=JobConfig(r=3, seed=seed), learning_rate=0.02))
+            self.optimizer.step(updates, self.optimizer.gradient_norms(list(self.slots)))
+
+    def bits(self, slot: int) -> dict[str, list[float]]:
+        found = {f"{name}.{which}": pair[which] for name, pair in self.bank.read(slot).items() for which in (0, 1)}
+        return {name: tensor.tolist() for name, tensor in (found | dict(self.optimizer.read(slot).tensors)).items()}
+
+
+BEFORE = TargetModule(name="before", in_features=6, out_features=4)
+
+
+def test_bfloat16_moments_of_an_adapter_follow_from_its_own_seed_and_steps() -> None:
+    """In another slot, beside others that joined later, in a larger bank whose layout has more modules."""
+    alone, company = Rounded({0: 7}), Rounded({3: 7}, num_slots=5, max_rank=9, modules=(BEFORE, *MODULES))
+    alone.train(6)
+    company.train(2)
+    for slot in (1, 4):
+        company.admit(slot, seed=slot)
+    company.train(4)
+    assert company.bits(3) == alone.bits(0)
+    states = alone.optimizer.read(0).tensors
+    assert {part.dtype for part in states.values()} == {torch.bfloat16}
+    assert all((part >= 0).all() for name, part in states.items() if name.endswith("exp_avg_sq"))
+    assert company.bits(4) != company.bits(1), "the seed has no part in it"
+
+
+def test_every_step_of_a_job_rounds_by_a_key_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[int]] = []
+
+    class Recording:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch_backend, name)
+
+        def bank_adamw(self, *args: Any, rounding_keys: list[int], **settings: Any) -> None:
+            seen.append(rounding_keys)
+
+    monkeypatch.setattr("alto.lora.optimizer.choose_backend", lambda **_: Recording())
+    adapters = Rounded({2: 7})
+    adapters.train(2)
+    adapters.admit(0, 9)
+    adapters.train(1)
+    assert seen == [[rounding_key(7, 1)], [rounding_key(7, 2)], [rounding_key(7, 3), rounding_key(9, 1)]]
+
+
+def test_bfloat16_moments_go_to_another_bank_to_the_bit_and_on_from_there() -> None:
+    stays, moves, other = Rounded({0: 7}), Rounded({0: 7}), Rounded({1: 7, 2: 5})
+    stays.train(5)
+    moves.train(3)
+    other.train(1)
+    other.bank.write(1, moves.bank.read(0))
+    other.optimizer.write(1, "adamw_torch", moves.optimizer.read(0))
+    assert other.bits(1) == moves.bits(0)
+    other.train(2)
+    assert other.bits(1) == stays.bits(0)
 
 
 def test_reset_forgets_one_slot(adapters: Adapters) -> None:

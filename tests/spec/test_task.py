@@ -69,6 +69,7 @@ def test_defaults():
         "load_in_4bit": False,
         "load_in_8bit": False,
         "adapter_dtype": "float32",
+        "optim_state_dtype": None,
         "trust_remote_code": False,
         "use_safetensors": True,
         "report_to": "auto",
@@ -139,6 +140,22 @@ def test_unsafe_names(name):
             {"adapter_dtype": "float16"},
             SpecError,
             r"^adapter_dtype .*should be 'float32' or 'bfloat16', found 'float16'",
+        ),
+        (
+            {"optim_state_dtype": "8bit"},
+            SpecError,
+            r"^optim_state_dtype .*should be 'float32' or 'bfloat16' or null, found '8bit'",
+        ),
+        (
+            {"optim_state_dtype": "bfloat16", "optim": "adamw_8bit"},
+            SpecError,
+            r"^optim_state_dtype should be left out with optim 'adamw_8bit', whose state has a precision of its own, "
+            r"found 'bfloat16'. Remove it, or set optim: adamw_torch for every job.",
+        ),
+        (
+            {"optim_state_dtype": "float32", "search_space": {"optim": ["adamw_torch", "sgd"]}},
+            SpecError,
+            r"^optim_state_dtype should be left out with optim 'sgd'",
         ),
         ({"dtype": "bf16"}, SpecError, r"^dtype .*'bfloat16'"),
         ({"bf16": True}, UnsupportedError, r"Write 'dtype: bfloat16'"),

@@ -37,8 +37,8 @@ def main(*, has_dropout: bool) -> None:
     for group in range(len(bank.layout.groups)):
         bank.operands(group, group)
     optimizer = SlotAdamW(bank, ["adamw_torch"])
-    progress = list(compile_kernels(bank, torch.bfloat16, has_dropout=has_dropout, has_adamw=True))
-    again = list(compile_kernels(bank, torch.bfloat16, has_dropout=has_dropout, has_adamw=True))
+    progress = list(compile_kernels(bank, optimizer, torch.bfloat16, has_dropout=has_dropout, has_adamw=True))
+    again = list(compile_kernels(bank, optimizer, torch.bfloat16, has_dropout=has_dropout, has_adamw=True))
     num_launched, known = driver.num_launches, set(triton_launch._compiled)
     for slot, shape in enumerate(SHAPES):
         bank.occupy(slot, shape)

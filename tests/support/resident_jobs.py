@@ -148,7 +148,13 @@ def make_trainer(context: TaskContext, num_slots: int, on_memory_event: OnMemory
     task, ranks = context.task, context.ranks
     assert task.max_tokens_per_pass is not None
     micro_batches = MicroBatches(task.max_tokens_per_pass, on_memory_event, can_retry=ranks.is_alone)
-    size = BankSize.of(context.jobs, context.backbone, num_slots=num_slots, adapter_dtype=task.adapter_dtype)
+    size = BankSize.of(
+        context.jobs,
+        context.backbone,
+        num_slots=num_slots,
+        adapter_dtype=task.adapter_dtype,
+        optim_state_dtype=task.optim_state_dtype,
+    )
     return build_trainer(context.backbone, size, micro_batches, ranks)
 
 

@@ -45,7 +45,7 @@ def estimate_of(plan: TaskPlan, task: Task) -> TaskEstimate:
 def base_key(task: Task) -> str:
     """Equal for tasks on the same base model, loaded in the same way, with adapters of the same precision: one process
     can train them."""
-    how = [task.base_model.key(), task.gradient_checkpointing is True, task.adapter_dtype]
+    how = [task.base_model.key(), task.gradient_checkpointing is True, task.adapter_dtype, task.optim_state_dtype]
     digest = hashlib.sha256(json.dumps(how, sort_keys=True).encode()).hexdigest()[:16]
     return f"{task.model} {digest}"
 

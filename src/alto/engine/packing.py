@@ -24,6 +24,7 @@ _SAME_KEYS = (
     "chat_template",
     "num_gpus",
     "adapter_dtype",
+    "optim_state_dtype",
 )
 _PACKING = ("max_slots", "max_tokens_per_step", "max_tokens_per_pass", "gradient_checkpointing")
 _UNLIMITED_TOKENS = 2**24

@@ -222,6 +222,7 @@ class TaskRunner:
             "dtype": str(backbone.dtype).removeprefix("torch."),
             **quantisation_keys(task.base_model.quantisation),
             "adapter_dtype": task.adapter_dtype,
+            "optim_state_dtype": task.optim_state_dtype,
         }
         base = BaseDescription(**(fingerprint | precision))
         remedy = "put it back as it was, or start a new run with: alto tune"

@@ -89,11 +89,13 @@ class Training:
         """The bank of the other runs; None where this one is the first."""
         if self._executor is None:
             return None
-        if self._executor.bank.adapter_dtype != context.task.adapter_dtype:
-            raise RunBusyError(
-                f"adapter_dtype: expected {self._executor.bank.adapter_dtype}, as of the other tasks of this process, "
-                f"found {context.task.adapter_dtype}; the task is started again in a process of its own"
-            )
+        for key in ("adapter_dtype", "optim_state_dtype"):
+            expected, found = getattr(self._executor.bank, key), getattr(context.task, key)
+            if expected != found:
+                raise RunBusyError(
+                    f"{key}: expected {expected or 'none'}, as of the other tasks of this process, found "
+                    f"{found or 'none'}; the task is started again in a process of its own"
+                )
         return self._executor.bank
 
     def _weigh(self) -> None:

@@ -32,7 +32,7 @@ from alto.lora import (
 from alto.spec import AdapterDtype
 from alto.spec.optimizers import OptimizerName
 
-__all__ = ["BankSize", "build_trainer", "working_dtype_on"]
+__all__ = ["BankSize", "build_trainer", "state_dtype_of", "working_dtype_on"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +46,9 @@ class BankSize:
         extras: Further tensors of all jobs.
         num_slots: Number of jobs that it can hold.
         optims: Optimizers of its jobs.
-        adapter_dtype: Precision of adapters, their gradients and the moments of ``adamw_torch``.
+        adapter_dtype: Precision of adapters and their gradients.
         working_dtype: Of the bank's copies of its weights; None without.
+        state_dtype: Of the moments of ``adamw_torch``; see :class:`alto.lora.SlotAdamW`.
     """
 
     modules: tuple[TargetModule, ...]
@@ -58,6 +59,7 @@ class BankSize:
     extras: tuple[ExtraTensor, ...] = ()
     adapter_dtype: AdapterDtype = "float32"
     working_dtype: torch.dtype | None = None
+    state_dtype: torch.dtype | None = None
 
     @classmethod
     def of(
@@ -67,6 +69,7 @@ class BankSize:
         *,
         num_slots: int,
         adapter_dtype: AdapterDtype = "float32",
+        optim_state_dtype: AdapterDtype | None = None,
     ) -> Self:
         """The smallest bank with slots large enough for each of ``jobs``.
 
@@ -75,6 +78,7 @@ class BankSize:
             backbone: The base model they were planned for, with or without injected adapters.
             num_slots: Number of slots of one rank's bank.
             adapter_dtype: As ``task.adapter_dtype``.
+            optim_state_dtype: As ``task.optim_state_dtype``.
         """
         targeted = {module for job in jobs for module in job.shape.targets}
         return cls(
@@ -86,13 +90,15 @@ class BankSize:
             extras=BankLayout.extras_of(job.shape for job in jobs),
             adapter_dtype=adapter_dtype,
             working_dtype=working_dtype_on(backbone, adapter_dtype),
+            state_dtype=state_dtype_of(optim_state_dtype),
         )
 
     @property
     def bytes_per_slot(self) -> int:
         """Bytes of an adapter of the largest rank on all modules, its gradient and its optimizer state."""
         layout = BankLayout(modules=self.modules, max_rank=self.max_rank, extras=self.extras)
-        return bank_bytes(layout, 1, self.optims, ADAPTER_DTYPES[self.adapter_dtype], self.working_dtype)
+        dtypes = (ADAPTER_DTYPES[self.adapter_dtype], self.working_dtype, self.state_dtype)
+        return bank_bytes(layout, 1, self.optims, *dtypes)
 
 
 def working_dtype_on(backbone: Backbone, adapter_dtype: AdapterDtype) -> torch.dtype | None:
@@ -100,6 +106,11 @@ def working_dtype_on(backbone: Backbone, adapter_dtype: AdapterDtype) -> torch.d
     ops = choose_backend(device=backbone.device)
     found: torch.dtype | None = ops.working_dtype(backbone.dtype, ADAPTER_DTYPES[adapter_dtype])
     return found
+
+
+def state_dtype_of(optim_state_dtype: AdapterDtype | None) -> torch.dtype | None:
+    """Dtype of the moments of ``adamw_torch`` by ``task.optim_state_dtype``; see :class:`alto.lora.SlotAdamW`."""
+    return None if optim_state_dtype is None else ADAPTER_DTYPES[optim_state_dtype]
 
 
 def build_trainer(
@@ -129,6 +140,6 @@ def build_trainer(
         initial=initial_values(backbone.model, size.extras),
     )
     bank.keep_copies(size.working_dtype)
-    optimizer = SlotAdamW(bank, size.optims)
+    optimizer = SlotAdamW(bank, size.optims, size.state_dtype)
     forward_context = inject(backbone.model, bank, backbone.rows_in_pass)
     return Trainer(backbone, bank, optimizer, forward_context, micro_batches, ranks or Ranks())

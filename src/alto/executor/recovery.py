@@ -55,7 +55,7 @@ _REFUSAL_FILE = "oom.json"
 _ENVELOPE = ("seq", "time", "event")
 """Keys of a journal line that are not fields of its event."""
 
-_PRECISION = ("dtype", *QUANTISATION_KEYS.values(), "adapter_dtype")
+_PRECISION = ("dtype", *QUANTISATION_KEYS.values(), "adapter_dtype", "optim_state_dtype")
 """Fields of :class:`BaseDescription` that a task sets, unlike the digests of files."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -15,6 +15,7 @@ from alto.executor.context import TaskContext
 from alto.executor.job_state import JobState
 from alto.executor.memory_errors import MemoryEvent, NoMemoryError, watching
 from alto.executor.micro_batches import MicroBatches
+from alto.executor.planned_job import PlannedJob
 from alto.executor.ranks import Ranks
 from alto.executor.trainer import Trainer
 from alto.lora import eject, inject
@@ -58,18 +59,27 @@ class SharedBank:
         backbone: The base model of all members.
         ranks: This process among those that train together; members other than the first need a single rank.
         adapter_dtype: Of all adapters.
+        optim_state_dtype: Of the moments of all adapters, as ``task.optim_state_dtype``.
 
     Attributes:
         adapter_dtype: Of all adapters.
+        optim_state_dtype: Of the moments of all adapters.
         trainer: Trains the jobs in the slots; replaced when the bank is fitted. There is one from the first member on.
     """
 
     trainer: Trainer
 
-    def __init__(self, backbone: Backbone, ranks: Ranks, adapter_dtype: AdapterDtype) -> None:
+    def __init__(
+        self,
+        backbone: Backbone,
+        ranks: Ranks,
+        adapter_dtype: AdapterDtype,
+        optim_state_dtype: AdapterDtype | None = None,
+    ) -> None:
         self._backbone = backbone
         self._ranks = ranks
         self.adapter_dtype = adapter_dtype
+        self.optim_state_dtype = optim_state_dtype
         self._members: dict[BankMember, int] = {}
         self._fitting_tokens = sys.maxsize
         self._wanted: BankSize | None = None
@@ -134,8 +144,7 @@ class SharedBank:
 
     def bytes_for(self, job: JobState) -> int:
         """Bytes of the adapter of ``job``, with its gradient and the state of its optimizer."""
-        size = BankSize.of([job.planned], self._backbone, num_slots=1, adapter_dtype=self.adapter_dtype)
-        return size.bytes_per_slot
+        return self._size_for([job.planned], num_slots=1).bytes_per_slot
 
     def reinject(self) -> None:
         """Wrap the base model's modules again, after something else has wrapped or unwrapped them."""
@@ -163,11 +172,16 @@ class SharedBank:
             min(member.context.task.max_slots or sys.maxsize, sum(job.needs_own_slot for job in member.jobs))
             for member in self._members
         )
+        planned = [job.planned for member in self._members for job in member.jobs]
+        return self._size_for(planned, num_slots=math.ceil(num_slots / self._ranks.size))
+
+    def _size_for(self, jobs: Sequence[PlannedJob], *, num_slots: int) -> BankSize:
         return BankSize.of(
-            [job.planned for member in self._members for job in member.jobs],
+            jobs,
             self._backbone,
-            num_slots=math.ceil(num_slots / self._ranks.size),
+            num_slots=num_slots,
             adapter_dtype=self.adapter_dtype,
+            optim_state_dtype=self.optim_state_dtype,
         )
 
     def _build(self, size: BankSize) -> None:

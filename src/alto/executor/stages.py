@@ -134,7 +134,9 @@ def build_state(
     misfits = _misfits(resume_state)
     for job in jobs:
         job.fits = job.id not in misfits
-    bank = bank or SharedBank(context.backbone, context.ranks, context.task.adapter_dtype)
+    bank = bank or SharedBank(
+        context.backbone, context.ranks, context.task.adapter_dtype, context.task.optim_state_dtype
+    )
     slot_manager = SlotManager(bank, context, run_dir, on_memory_event)
     slot_manager.attach([job for job in jobs if job.fits], max_tokens_per_pass=max_tokens_per_pass)
     return TaskState(

@@ -111,6 +111,7 @@ class Trainer:
         """
         return compile_kernels(
             self.bank,
+            self.optimizer,
             self._backbone.dtype,
             has_dropout=any(config.lora_dropout for config in configs),
             has_adamw=any(config.optim == "adamw_torch" for config in configs),

@@ -106,6 +106,8 @@ def _left_out(task: Task, config: JobConfig, rows: Rows, file: Path, tool: Forei
         differing["chat_template"] = task.chat_template
     if task.adapter_dtype != "float32":
         differing["adapter_dtype"] = task.adapter_dtype
+    if task.optim_state_dtype is not None:
+        differing["optim_state_dtype"] = task.optim_state_dtype
     return [f"{key}: {quoted(value)}" for key, value in differing.items()]
 
 

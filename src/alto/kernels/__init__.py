@@ -19,6 +19,7 @@ from alto.kernels.schedule import Segment, TokenSchedule
 from alto.kernels.slot_bias import slot_bias_change
 from alto.kernels.slot_embedding import slot_embedding_change, slot_embeddings
 from alto.kernels.slot_tensors import SlotTensors
+from alto.kernels.stochastic_rounding import rounding_key
 
 __all__ = [
     "VECTOR_SIZE",
@@ -41,6 +42,7 @@ __all__ = [
     "dropped_inputs",
     "frozen_product",
     "grouped_lora_linear",
+    "rounding_key",
     "scaled_by_magnitude",
     "slot_bias_change",
     "slot_embedding_change",

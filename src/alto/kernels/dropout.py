@@ -16,7 +16,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["DropoutKey", "dropout_factor", "dropped", "group_key", "hashed", "kept_factor", "stream_key", "threshold"]
+__all__ = [
+    "DropoutKey",
+    "dropout_factor",
+    "dropped",
+    "group_key",
+    "hash_",
+    "hash_int",
+    "hashed",
+    "kept_factor",
+    "stream_key",
+    "threshold",
+]
 
 # The finaliser with low bias that Chris Wellons found by search (hash-prospector, "lowbias32").
 _SHIFTS, _FACTORS = (16, 15, 16), (0x7FEB352D, 0x846CA68B)
@@ -41,13 +52,13 @@ def stream_key(key: DropoutKey) -> int:
     """32 bits from the job's seed and step; group, token and feature are hashed in after them."""
     mixed = 0
     for word in (key.seed & _MASK, key.seed >> 32 & _MASK, key.step):
-        mixed = _hash_int((mixed + word + 1) & _MASK)
+        mixed = hash_int((mixed + word + 1) & _MASK)
     return mixed
 
 
 def group_key(key: DropoutKey, number: int) -> int:
     """32 bits from the job's seed and step and the number of the group of modules."""
-    return _hash_int((stream_key(key) + number + 1) & _MASK)
+    return hash_int((stream_key(key) + number + 1) & _MASK)
 
 
 def threshold(key: DropoutKey) -> int:
@@ -86,24 +97,30 @@ def dropout_factor(key: DropoutKey, number: int, num_tokens: int, num_features: 
     """
     tokens_T1 = torch.arange(key.first_token, key.first_token + num_tokens, device=device)[:, None]
     features_K = torch.arange(num_features, device=device)
-    rows_T1 = _hash((tokens_T1 + group_key(key, number)).bitwise_and_(_MASK))
-    keep = _hash((rows_T1 + features_K).bitwise_and_(_MASK)) >= threshold(key)
+    rows_T1 = hash_((tokens_T1 + group_key(key, number)).bitwise_and_(_MASK))
+    keep = hash_((rows_T1 + features_K).bitwise_and_(_MASK)) >= threshold(key)
     return keep.to(torch.float32).mul_(kept_factor(key))
 
 
 def hashed(words: Tensor) -> Tensor:
     """The hash of the lower 32 bits of ``words``, int64."""
-    return _hash(words.bitwise_and(_MASK))
+    return hash_(words.bitwise_and(_MASK))
 
 
-def _hash(x: Tensor) -> Tensor:
-    """Of 32-bit values in int64, in place."""
+def hash_(x: Tensor, scratch: Tensor | None = None) -> Tensor:
+    """The hash of 32-bit values in int64, in place.
+
+    Args:
+        x: Values.
+        scratch: Memory as large as ``x``; None allocates it.
+    """
     for shift, factor in zip(_SHIFTS[:2], _FACTORS, strict=True):
-        x.bitwise_xor_(x >> shift).mul_(factor).bitwise_and_(_MASK)
-    return x.bitwise_xor_(x >> _SHIFTS[2])
+        x.bitwise_xor_(torch.bitwise_right_shift(x, shift, out=scratch)).mul_(factor).bitwise_and_(_MASK)
+    return x.bitwise_xor_(torch.bitwise_right_shift(x, _SHIFTS[2], out=scratch))
 
 
-def _hash_int(x: int) -> int:
+def hash_int(x: int) -> int:
+    """The hash of 32 bits."""
     for shift, factor in zip(_SHIFTS[:2], _FACTORS, strict=True):
         x = (x ^ x >> shift) * factor & _MASK
     return x ^ x >> _SHIFTS[2]

@@ -17,6 +17,7 @@ from alto.kernels.dropout import dropped
 from alto.kernels.operands import LoraOperands, SlotMatrices
 from alto.kernels.row_parts import RowParts
 from alto.kernels.schedule import TokenSchedule
+from alto.kernels.stochastic_rounding import random_bits, rounded
 
 __all__ = [
     "bank_adamw",
@@ -177,12 +178,14 @@ def bank_adamw(
     weight_decays: Sequence[float],
     grad_scales: Tensor,
     clears: Sequence[bool],
+    rounding_keys: Sequence[int] | None = None,
 ) -> None:
     """One AdamW step of every listed row, in place; what its gradient holds afterwards is left open, unless it is
     cleared. Other rows are not changed.
 
     The update is that of ``torch.optim.AdamW`` with each row's own settings. All memory is allocated before the first
-    row changes: where it runs out, no row has changed.
+    row changes: where it runs out, no row has changed. Moments may have another dtype than weights: then the arithmetic
+    is in float32.
 
     Args:
         params_ZP: Weights of the bank.
@@ -199,13 +202,15 @@ def bank_adamw(
         weight_decays: Each row's decoupled decay.
         grad_scales: ``[len(slots)]``, factor on each row's gradient (clipping).
         clears: Whether each row's gradient is set to zero.
+        rounding_keys: Of every row the key by which its moments, bfloat16, are rounded at random
+            (:func:`alto.kernels.stochastic_rounding.rounding_key`); None where they are rounded to the nearest.
     """
     updates = []
+    exact = params_ZP.dtype if exp_avg_ZP.dtype == params_ZP.dtype and not rounding_keys else torch.float32
     for index, slot in enumerate(slots):
         beta1, beta2 = betas[index]
-        params, grads, exp_avg, exp_avg_sq = (
-            bank_ZP[slot, : parts[index].end] for bank_ZP in (params_ZP, grads_ZP, exp_avg_ZP, exp_avg_sq_ZP)
-        )
+        row = [bank_ZP[slot, : parts[index].end] for bank_ZP in (params_ZP, grads_ZP, exp_avg_ZP, exp_avg_sq_ZP)]
+        params, grads, exp_avg, exp_avg_sq = (tensor.to(exact) for tensor in row)
         rate, decay = torch.empty_like(params), torch.empty_like(params)
         for first, end, *settings in parts[index].spans(learning_rates[index], weight_decays[index]):
             rate[first:end], decay[first:end] = settings
@@ -216,11 +221,14 @@ def bank_adamw(
         deviation = torch.sqrt(next_avg_sq / (1.0 - beta2 ** steps[index]))
         decayed = params * (1.0 - rate * decay)
         next_params = decayed - rate * mean / (deviation + epsilons[index])
-        updates.append(((params, exp_avg, exp_avg_sq), (next_params, next_avg, next_avg_sq), grads, clears[index]))
-    for targets, values, grads, is_cleared in updates:
-        for target, value in zip(targets, values, strict=True):
+        if rounding_keys:
+            bits = random_bits(rounding_keys[index], torch.arange(len(params), device=params.device))
+            next_avg, next_avg_sq = rounded(next_avg, bits & 0xFFFF), rounded(next_avg_sq, bits >> 16)
+        updates.append((row, next_params, next_avg, next_avg_sq))
+    for index, ((params, grads, exp_avg, exp_avg_sq), *values) in enumerate(updates):
+        for target, value in zip((params, exp_avg, exp_avg_sq), values, strict=True):
             target.copy_(value)
-        if is_cleared:
+        if clears[index]:
             grads.zero_()
     if working_ZP is not None:
         for slot, of_row in zip(slots, parts, strict=True):

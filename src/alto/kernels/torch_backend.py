@@ -16,6 +16,7 @@ from alto.kernels.operands import LoraOperands, SlotMatrices
 from alto.kernels.reference import compile_kernels, narrow_rows, working_dtype
 from alto.kernels.row_parts import RowParts
 from alto.kernels.schedule import TokenSchedule
+from alto.kernels.stochastic_rounding import MomentRounding
 
 __all__ = [
     "bank_adamw",
@@ -114,11 +115,13 @@ def bank_adamw(
     weight_decays: Sequence[float],
     grad_scales: Tensor,
     clears: Sequence[bool],
+    rounding_keys: Sequence[int] | None = None,
 ) -> None:
     """See :func:`alto.kernels.reference.bank_adamw`. PyTorch's fused AdamW, one call per row, or one for each
     of its parts.
 
-    A row is megabytes, so a call per row costs nothing against the memory it moves, and each row is read once.
+    A row is megabytes, so a call per row costs nothing against the memory it moves, and each row is read once. Where
+    the moments have a dtype of their own, which that AdamW does not take, it works on float32 copies of a row.
     """
     # One tensor a row and part, as each call counts its own up; all of them before anything changes. Filled on the
     # device: a number that is sent there would make the host wait.
@@ -126,13 +129,21 @@ def bank_adamw(
         [(*span, torch.full((), float(step - 1), device=params_ZP.device)) for span in of_row.spans(rates, decay)]
         for of_row, rates, decay, step in zip(parts, learning_rates, weight_decays, steps, strict=True)
     ]
+    banks = (params_ZP, grads_ZP, exp_avg_ZP, exp_avg_sq_ZP)
+    has_copies = exp_avg_ZP.dtype != params_ZP.dtype or rounding_keys is not None
+    longest = max((of_row.end for of_row in parts), default=0)
+    copies = [
+        bank_ZP.new_empty(longest, dtype=torch.float32) if has_copies and bank_ZP.dtype != torch.float32 else None
+        for bank_ZP in banks
+    ]
+    rounding = None if rounding_keys is None else MomentRounding(params_ZP.device)
     for index, slot in enumerate(slots):
         end = parts[index].end
-        grads_ZP[slot, :end].mul_(grad_scales[index])
+        row = [bank_ZP[slot, :end] for bank_ZP in banks]
+        exact = [tensor if copy is None else copy[:end].copy_(tensor) for tensor, copy in zip(row, copies, strict=True)]
+        exact[1].mul_(grad_scales[index])
         for first, last, rate, decay, count in spans[index]:
-            params, grads, exp_avg, exp_avg_sq = (
-                [bank_ZP[slot, first:last]] for bank_ZP in (params_ZP, grads_ZP, exp_avg_ZP, exp_avg_sq_ZP)
-            )
+            params, grads, exp_avg, exp_avg_sq = ([tensor[first:last]] for tensor in exact)
             adamw(
                 params,
                 grads,
@@ -149,6 +160,11 @@ def bank_adamw(
                 eps=epsilons[index],
                 weight_decay=decay,
             )
+        if rounding is not None and rounding_keys is not None:
+            rounding.round_(exact[2], exact[3], rounding_keys[index])
+        for tensor, copy in zip(row, exact, strict=True):
+            if copy is not tensor:
+                tensor.copy_(copy)
         if clears[index]:
             grads_ZP[slot, :end].zero_()
         if working_ZP is not None:

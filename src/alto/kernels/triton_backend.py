@@ -187,6 +187,7 @@ def bank_adamw(
     weight_decays: Sequence[float],
     grad_scales: Tensor,
     clears: Sequence[bool],
+    rounding_keys: Sequence[int] | None = None,
 ) -> None:
     """See :func:`alto.kernels.reference.bank_adamw`; all rows in one launch."""
     banks = (params_ZP, grads_ZP, exp_avg_ZP, exp_avg_sq_ZP)
@@ -194,7 +195,8 @@ def bank_adamw(
     assert working_ZP is None or working_ZP.stride() == params_ZP.stride()
     if not slots:
         return
-    rows = [(slot, *of_row, is_cleared) for slot, of_row, is_cleared in zip(slots, parts, clears, strict=True)]
+    keys = [0] * len(slots) if rounding_keys is None else rounding_keys
+    rows = [(slot, *ends, clear, key) for slot, ends, clear, key in zip(slots, parts, clears, keys, strict=True)]
     settings = [
         (*rates, beta1, 1.0 - beta1, beta2, 1.0 - beta2, epsilon, decay, 1.0 - beta1**step, 1.0 - beta2**step)
         for rates, (beta1, beta2), epsilon, decay, step in zip(
@@ -203,14 +205,15 @@ def bank_adamw(
     ]
     exact = torch.promote_types(params_ZP.dtype, torch.float32)
     longest = max(of_row.end for of_row in parts)
-    rows_U6, settings_U10 = upload(rows, torch.int64, params_ZP.device), upload(settings, exact, params_ZP.device)
+    rows_U7, settings_U10 = upload(rows, torch.int64, params_ZP.device), upload(settings, exact, params_ZP.device)
     launch(
         adamw_kernel,
         (ceil_div(longest, ADAMW_BLOCK), len(slots), 1),
-        (*banks, params_ZP if working_ZP is None else working_ZP, grad_scales.to(exact), rows_U6, settings_U10),
+        (*banks, params_ZP if working_ZP is None else working_ZP, grad_scales.to(exact), rows_U7, settings_U10),
         (params_ZP.stride(0),),
         adamw_config(params_ZP.dtype),
         HAS_WORKING=working_ZP is not None,
+        ROUNDS_AT_RANDOM=rounding_keys is not None,
         ALIGNMENT=math.gcd(VECTOR_SIZE, params_ZP.stride(0)),
     )
 

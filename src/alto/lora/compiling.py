@@ -8,12 +8,13 @@ import torch
 
 from alto.kernels import DropoutKey, LoraOperands, RowParts, TokenSchedule, choose_backend
 from alto.lora.bank import AdapterBank
+from alto.lora.optimizer import SlotAdamW
 
 __all__ = ["compile_kernels"]
 
 
 def compile_kernels(
-    bank: AdapterBank, dtype: torch.dtype, *, has_dropout: bool, has_adamw: bool
+    bank: AdapterBank, optimizer: SlotAdamW, dtype: torch.dtype, *, has_dropout: bool, has_adamw: bool
 ) -> Iterator[tuple[int, int]]:
     """Compile what passes through the linear layers and steps of ``bank`` launch, one kernel at each turn.
 
@@ -22,6 +23,7 @@ def compile_kernels(
 
     Args:
         bank: Adapters of all slots, whose layers have their operands.
+        optimizer: Of these slots.
         dtype: Of the base model's activations.
         has_dropout: Whether a job has dropout.
         has_adamw: Whether a job has ``adamw_torch``.
@@ -49,7 +51,7 @@ def compile_kernels(
         norms = ops.row_norms(bank.grads_ZP, [0], [1])
         if has_adamw:
             ops.bank_adamw(
-                *(bank.params_ZP, bank.grads_ZP, bank.params_ZP, bank.grads_ZP, bank.working_ZP),
+                *(bank.params_ZP, bank.grads_ZP, optimizer.exp_avg_ZP, optimizer.exp_avg_sq_ZP, bank.working_ZP),
                 [0],
                 parts=[RowParts(1, 1, 1, 1)],
                 steps=[1],
@@ -59,6 +61,7 @@ def compile_kernels(
                 weight_decays=[0.0],
                 grad_scales=norms,
                 clears=[False],
+                rounding_keys=[0] if optimizer.rounds_at_random else None,
             )
 
     yield from ops.compile_kernels(run)

@@ -21,6 +21,7 @@ def bank_bytes(
     optims: Collection[OptimizerName],
     adapter_dtype: torch.dtype = torch.float32,
     working_dtype: torch.dtype | None = None,
+    state_dtype: torch.dtype | None = None,
 ) -> int:
     """Bytes of the tensors of an :class:`AdapterBank` and its :class:`SlotAdamW`, with the largest adapter in every
     slot under the costliest of ``optims``.
@@ -31,10 +32,15 @@ def bank_bytes(
         layout: Layout of a row.
         num_slots: Number of slots.
         optims: Optimizers of the task's jobs.
-        adapter_dtype: Precision of adapters, gradients and moments.
+        adapter_dtype: Precision of adapters and gradients.
         working_dtype: Of the bank's copies of its weights; None without.
+        state_dtype: Of the moments of ``adamw_torch``; None is that of the adapters.
     """
-    rows = 2 + 2 * ("adamw_torch" in optims)  # weights and gradients, two moments
+    bytes_of_rows = 2 * adapter_dtype.itemsize  # weights and gradients
+    if working_dtype is not None:
+        bytes_of_rows += working_dtype.itemsize
+    if "adamw_torch" in optims:
+        bytes_of_rows += 2 * (state_dtype or adapter_dtype).itemsize
     shapes: list[tuple[int, ...]] = [
         (layout.max_rank, side) for module in layout.modules for side in (module.in_features, module.out_features)
     ]
@@ -45,5 +51,4 @@ def bank_bytes(
         else eight_bit_bytes(map(math.prod, shapes), adapter_dtype)
         for optim in set(optims) - {"adamw_torch"}
     ]
-    bytes_of_rows = rows * adapter_dtype.itemsize + (0 if working_dtype is None else working_dtype.itemsize)
     return num_slots * (bytes_of_rows * layout.row_size + max(own, default=0))

@@ -205,17 +205,22 @@ class BankLayout:
         assert set(shape.extras) <= set(self.extras)
         ranks = [tuple(rank_of.get(module, 0) for module in group) for group in self.groups]
         ratios = [tuple(ratio_of.get(module, 1.0) for module in group) for group in self.groups]
-        a_starts, start = [], 0
-        for group, of_group in zip(self.groups, ranks, strict=True):
-            a_starts.append(start)
-            start += group[0].num_matrices * group[0].in_features * sum(of_group)
-        a_end, b_starts = start, []
-        for group, of_group in zip(self.groups, ranks, strict=True):
+        # By the first member that this adapter targets: the first of all may be there for another adapter only.
+        numbers = {module: number for number, module in enumerate(self.modules) if rank_of.get(module)}
+        firsts = [min(numbers.get(module, len(self.modules)) for module in group) for group in self.groups]
+        order = sorted(range(len(firsts)), key=firsts.__getitem__)
+        a_starts, start = [0] * len(order), 0
+        b_starts: list[tuple[int, ...]] = [()] * len(order)
+        for index in order:
+            a_starts[index] = start
+            start += self.groups[index][0].num_matrices * self.groups[index][0].in_features * sum(ranks[index])
+        a_end = start
+        for index in order:
             starts = []
-            for module, rank in zip(group, of_group, strict=True):
+            for module, rank in zip(self.groups[index], ranks[index], strict=True):
                 starts.append(start)
                 start += module.num_matrices * rank * module.out_features
-            b_starts.append(tuple(starts))
+            b_starts[index] = tuple(starts)
         places = tuple(
             GroupPlace(ranks=of_group, ratios=scaled, a_start=a_start, b_starts=starts)
             for of_group, scaled, a_start, starts in zip(ranks, ratios, a_starts, b_starts, strict=True)

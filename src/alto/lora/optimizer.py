@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from alto.kernels import choose_backend, upload
+from alto.kernels import choose_backend, rounding_key, upload
 from alto.lora.bank import AdapterBank
 from alto.lora.eight_bit import EightBitAdamW
 from alto.lora.row_optimizer import RowOptimizer
@@ -57,19 +57,26 @@ class SlotAdamW:
 
     Args:
         optims: Optimizers that the slots may use. With ``adamw_torch`` among them, its two moments are allocated for
-            all slots, in the dtype of the bank.
+            all slots.
+        state_dtype: Of these moments. ``bfloat16`` is rounded at random
+            (:mod:`alto.kernels.stochastic_rounding`); None is the dtype of the bank, rounded to the nearest, as
+            torch's AdamW has them.
 
     Attributes:
         steps: Steps that every slot's adapter has taken.
+        rounds_at_random: Whether the moments of ``adamw_torch`` are rounded at random.
     """
 
-    def __init__(self, bank: AdapterBank, optims: Collection[OptimizerName]) -> None:
+    def __init__(
+        self, bank: AdapterBank, optims: Collection[OptimizerName], state_dtype: torch.dtype | None = None
+    ) -> None:
         self._bank = bank
         self._optims = frozenset(optims)
         self._ops = choose_backend(device=bank.params_ZP.device)
         shape = bank.params_ZP.shape if "adamw_torch" in optims else (0, 0)
-        self.exp_avg_ZP = bank.params_ZP.new_zeros(shape)
-        self.exp_avg_sq_ZP = bank.params_ZP.new_zeros(shape)
+        self.exp_avg_ZP = bank.params_ZP.new_zeros(shape, dtype=state_dtype)
+        self.exp_avg_sq_ZP = torch.zeros_like(self.exp_avg_ZP)
+        self.rounds_at_random = state_dtype == torch.bfloat16
         self.steps = [0] * bank.num_slots
         self._own: dict[int, RowOptimizer] = {}
         self._left_paged: list[EightBitAdamW] = []
@@ -159,6 +166,9 @@ class SlotAdamW:
             weight_decays=[update.config.weight_decay for update in updates],
             grad_scales=grad_scales,
             clears=[self._bank.is_cleared(slot) for slot in slots],
+            rounding_keys=[rounding_key(update.config.seed, self.steps[update.slot] + 1) for update in updates]
+            if self.rounds_at_random
+            else None,
         )
         self._bank.end_gradients(slots)
         for slot in slots:

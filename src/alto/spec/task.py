@@ -43,6 +43,7 @@ from alto.spec.task_checks import (
     check_selection,
     check_size,
     check_splits,
+    check_state_dtype,
     check_train_on,
 )
 from alto.spec.validation import check_path, plain
@@ -109,6 +110,9 @@ class Task(DataKeys):
             double quantisation) or in 8, as bitsandbytes does. A model that is quantised on disk needs neither.
         adapter_dtype: Precision of adapters, their gradients and the state of ``adamw_torch``; ``bfloat16`` is PEFT's
             ``autocast_adapter_dtype=False`` on a base of that precision.
+        optim_state_dtype: Precision of the state of ``adamw_torch``, where it is not that of the adapters: ``bfloat16``
+            is rounded at random, so that its means stay exact, and takes half of the memory of ``float32``. None is
+            that of the adapters, rounded to the nearest, as torch has it. Only where every job has ``adamw_torch``.
         max_slots: Jobs resident at a time. None lets the engine decide: as many as fit and make a step faster. Beside
             other tasks in a process, its jobs may also have slots that those leave empty.
         max_tokens_per_step: Largest average number of tokens of a step of all residents; a single job may have more.
@@ -165,6 +169,9 @@ class Task(DataKeys):
     adapter_dtype: AdapterDtype = Field(
         default="float32", description="precision of adapters, their gradients and the state of adamw_torch"
     )
+    optim_state_dtype: AdapterDtype | None = Field(
+        default=None, description="precision of the state of adamw_torch; none: that of the adapters"
+    )
     trust_remote_code: bool = Field(default=False, description="run the Python code that comes with a model")
     use_safetensors: bool = Field(default=True, description="read safetensors weights; false reads pickle files")
     report_to: str | tuple[str, ...] = Field(default="auto", description="experiment trackers")
@@ -218,6 +225,9 @@ class Task(DataKeys):
         check_train_on(self.train_on, method)
         check_label_keys(self, method, self.num_gpus)
         check_mixture(self)
+        if self.optim_state_dtype is not None:
+            for config in (*(job.config for job in self._jobs), *self.extreme_configs()):
+                check_state_dtype(self.optim_state_dtype, config)
         check_refit(self, [job.config.max_steps for job in self._jobs])
         check_scored_rungs(self.scoring, self.early_exit, self.search)
         check_size(self.to_dict())
@@ -320,7 +330,9 @@ class Task(DataKeys):
 
     def job_config(self, values: Mapping[str, Any]) -> JobConfig:
         """The configuration of a job of this task from one flat mapping; see :meth:`JobConfig.of`."""
-        return self._expansion.config(values)
+        config = self._expansion.config(values)
+        check_state_dtype(self.optim_state_dtype, config)
+        return config
 
     def extreme_configs(self) -> Iterator[JobConfig]:
         """Configurations that a search may choose while the task runs: every listed value, and both ends of ranges;

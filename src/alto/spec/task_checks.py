@@ -27,6 +27,7 @@ __all__ = [
     "check_selection",
     "check_size",
     "check_splits",
+    "check_state_dtype",
     "check_train_on",
 ]
 
@@ -119,6 +120,15 @@ def check_train_on(train_on: str, method: Method) -> None:
         raise SpecError(
             f"train_on should be 'completion' with method {method.name!r}, which {what}, found {train_on!r}. Remove "
             "the key."
+        )
+
+
+def check_state_dtype(state_dtype: str | None, config: JobConfig) -> None:
+    """Check that the optimizer of a job has a state whose precision can be chosen."""
+    if state_dtype is not None and config.optim != "adamw_torch":
+        raise SpecError(
+            f"optim_state_dtype should be left out with optim {config.optim!r}, whose state has a precision of its "
+            f"own, found {state_dtype!r}. Remove it, or set optim: adamw_torch for every job."
         )
 
 

@@ -17,7 +17,7 @@ from alto.backbone import Backbone
 from alto.data import DataOrder, JobRows, TaskData
 from alto.early_exit import policy_from
 from alto.errors import DeviceMemoryError
-from alto.executor.assembly import BankSize, build_trainer, working_dtype_on
+from alto.executor.assembly import BankSize, build_trainer, state_dtype_of, working_dtype_on
 from alto.executor.context import TaskContext
 from alto.executor.job_state import JobState
 from alto.executor.memory_errors import MemoryEvent, RowTooLargeError
@@ -107,6 +107,7 @@ def slot_bytes(task: Task, backbone: Backbone, shapes: Sequence[AdapterShape], n
         {job.config.optim for job in task.jobs},
         ADAPTER_DTYPES[task.adapter_dtype],
         working_dtype_on(backbone, task.adapter_dtype),
+        state_dtype_of(task.optim_state_dtype),
     )
 
 
@@ -263,7 +264,13 @@ def _trainer(context: TaskContext, num_slots: int, refused: list[MemoryEvent]) -
     micro_batches = MicroBatches(
         2**62, refused.append, can_retry=context.ranks.is_alone, is_padded=context.backbone.is_padded
     )
-    size = BankSize.of(context.jobs, context.backbone, num_slots=num_slots, adapter_dtype=context.task.adapter_dtype)
+    size = BankSize.of(
+        context.jobs,
+        context.backbone,
+        num_slots=num_slots,
+        adapter_dtype=context.task.adapter_dtype,
+        optim_state_dtype=context.task.optim_state_dtype,
+    )
     trainer = build_trainer(context.backbone, size, micro_batches, context.ranks)
     # An operating system may allocate pages of zeros only when they are written.
     for tensor in (

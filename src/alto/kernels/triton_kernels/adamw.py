@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from alto.kernels.triton_kernels.rounding import random_bits, rounded
 from alto.kernels.triton_kernels.rows import load_columns, store_columns
 
 __all__ = ["adamw_kernel"]
@@ -18,10 +19,11 @@ def adamw_kernel(
     exp_avg_sq_ZP,
     working_ZP,
     grad_scales_U,
-    rows_U6,
+    rows_U7,
     settings_U10,
     stride_z,
     HAS_WORKING: tl.constexpr,
+    ROUNDS_AT_RANDOM: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     BLOCK: tl.constexpr,
     ACCUMULATOR: tl.constexpr,
@@ -29,14 +31,15 @@ def adamw_kernel(
     """Grid: blocks of ``BLOCK`` columns of the longest row, rows ``U``.
 
     Args:
-        rows_U6: Row of the bank, where its parts end (:class:`alto.kernels.RowParts`), and whether its gradient is
-            set to zero, int64.
+        rows_U7: Row of the bank, where its parts end (:class:`alto.kernels.RowParts`), whether its gradient is set to
+            zero, and the key of its rounding, 32 bits, int64.
         settings_U10: Per row the rates of ``A`` and of ``B``, β₁, 1 - β₁, β₂, 1 - β₂, ε, weight decay, 1 - β₁ᵗ and
             1 - β₂ᵗ. The differences come from the host's float64: formed here they would lose half their digits.
         working_ZP: Copies of the parameters in another dtype; any tensor where there are none (``HAS_WORKING``).
+        ROUNDS_AT_RANDOM: Whether the moments are rounded to bfloat16 by that key; else as their dtype is.
         ALIGNMENT: A power of two that divides the distance of two rows.
     """
-    row = rows_U6 + 6 * tl.program_id(1)
+    row = rows_U7 + 7 * tl.program_id(1)
     start = tl.program_id(0).to(tl.int64) * BLOCK
     end = tl.load(row + 4)
     if start >= end:
@@ -58,6 +61,7 @@ def adamw_kernel(
             start,
             end,
             HAS_WORKING,
+            ROUNDS_AT_RANDOM,
             True,
             BLOCK,
             ACCUMULATOR,
@@ -75,6 +79,7 @@ def adamw_kernel(
             start,
             end,
             HAS_WORKING,
+            ROUNDS_AT_RANDOM,
             False,
             BLOCK,
             ACCUMULATOR,
@@ -94,6 +99,7 @@ def _update(
     start,
     end,
     HAS_WORKING: tl.constexpr,
+    ROUNDS_AT_RANDOM: tl.constexpr,
     IS_FULL: tl.constexpr,
     BLOCK: tl.constexpr,
     ACCUMULATOR: tl.constexpr,
@@ -117,6 +123,10 @@ def _update(
     store_columns(params_P, columns, params.to(params_P.dtype.element_ty), end, IS_FULL)
     if HAS_WORKING:
         store_columns(working_P, columns, params.to(working_P.dtype.element_ty), end, IS_FULL)
+    if ROUNDS_AT_RANDOM:
+        bits = random_bits(tl.load(row + 6), start, columns)
+        exp_avg = rounded(exp_avg, bits & 0xFFFF)
+        exp_avg_sq = rounded(exp_avg_sq, bits >> 16)
     store_columns(exp_avg_P, columns, exp_avg.to(exp_avg_P.dtype.element_ty), end, IS_FULL)
     store_columns(exp_avg_sq_P, columns, exp_avg_sq.to(exp_avg_sq_P.dtype.element_ty), end, IS_FULL)
     if tl.load(row + 5):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["is_kept", "token_keys"]
+__all__ = ["hashed", "is_kept", "token_keys"]
 
 
 @triton.jit
@@ -17,18 +17,19 @@ def token_keys(stream_key, number, tokens):
         number: Of the group.
         tokens: Places in the job's batch.
     """
-    group_key = _hash(stream_key.to(tl.uint32, bitcast=True) + number.to(tl.uint32) + 1)
-    return _hash(group_key + tokens.to(tl.uint32))
+    group_key = hashed(stream_key.to(tl.uint32, bitcast=True) + number.to(tl.uint32) + 1)
+    return hashed(group_key + tokens.to(tl.uint32))
 
 
 @triton.jit
 def is_kept(token_keys, features, threshold):
     """Whether each element is kept; ``threshold`` is 32 bits as int32."""
-    return _hash(token_keys + features.to(tl.uint32)) >= threshold.to(tl.uint32, bitcast=True)
+    return hashed(token_keys + features.to(tl.uint32)) >= threshold.to(tl.uint32, bitcast=True)
 
 
 @triton.jit
-def _hash(x):
+def hashed(x):
+    """The hash of 32 bits, uint32."""
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)

@@ -57,6 +57,7 @@ class BaseDescription:
         load_in_4bit: Whether they are quantised to 4 bits.
         load_in_8bit: Whether they are quantised to 8 bits.
         adapter_dtype: Of the adapters' weights.
+        optim_state_dtype: Of the moments of ``adamw_torch``; None is that of the adapters, rounded to the nearest.
     """
 
     weights: str
@@ -68,6 +69,7 @@ class BaseDescription:
     load_in_4bit: bool
     load_in_8bit: bool
     adapter_dtype: str
+    optim_state_dtype: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
