@@ -151,6 +151,7 @@ def _of_the_base(task: Task) -> dict[str, Any]:
         "load_in_4bit": task.load_in_4bit or None,
         "load_in_8bit": task.load_in_8bit or None,
         "adapter_dtype": task.adapter_dtype if task.adapter_dtype != "float32" else None,
+        "optim_state_dtype": task.optim_state_dtype,
     }
     return {key: value for key, value in found.items() if value is not None}
 
