@@ -23,6 +23,7 @@ from alto.kernels.forward_table import BLOCK_TOKENS
 
 __all__ = [
     "ADAMW_BLOCK",
+    "MAX_NORM_WIDTH",
     "NORM_SPAN",
     "SPLIT",
     "KernelConfig",
@@ -30,6 +31,7 @@ __all__ = [
     "backward_weight_config",
     "expand_config",
     "narrow_dtype",
+    "rms_norm_config",
     "shrink_config",
     "square_sums_config",
     "total_norms_config",
@@ -46,6 +48,9 @@ ADAMW_BLOCK = 1024
 _NORM_BLOCK, _NORM_TURNS = 1024, 16
 NORM_SPAN = _NORM_BLOCK * _NORM_TURNS
 """Columns whose squares one program sums."""
+
+MAX_NORM_WIDTH = 16384
+"""Widest row that an RMS norm keeps in registers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -150,6 +155,18 @@ def total_norms_config(bank: torch.dtype) -> KernelConfig:
     """Configuration of ``total_norms_kernel``."""
     constants = {"BLOCK": _NORM_BLOCK, "SPAN": NORM_SPAN, "ACCUMULATOR": _exact(bank)}
     return KernelConfig(constants=constants, num_warps=4, num_stages=1)
+
+
+@cache
+def rms_norm_config(width: int, base: torch.dtype) -> KernelConfig:
+    """Configuration of ``rms_norm_kernel`` and ``rms_norm_backward_kernel``, for rows of ``width`` numbers.
+
+    Sixteen numbers for each thread where warps suffice; several narrow rows, as of heads, in one program.
+    """
+    block = max(16, triton.next_power_of_2(width))
+    rows = max(1, 2048 // block)
+    constants = {"ROWS": rows, "BLOCK": block, "ACCUMULATOR": _exact(base)}
+    return KernelConfig(constants=constants, num_warps=min(16, rows * block // 512), num_stages=1)
 
 
 def _tile(num_narrow: int, wide: torch.dtype, bank: torch.dtype) -> int:

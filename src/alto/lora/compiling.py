@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -13,7 +13,12 @@ __all__ = ["compile_kernels"]
 
 
 def compile_kernels(
-    bank: AdapterBank, dtype: torch.dtype, *, has_dropout: bool, has_adamw: bool
+    bank: AdapterBank,
+    dtype: torch.dtype,
+    *,
+    has_dropout: bool,
+    has_adamw: bool,
+    also: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[int, int]]:
     """Compile what passes through the linear layers and steps of ``bank`` launch, one kernel at each turn.
 
@@ -25,6 +30,7 @@ def compile_kernels(
         dtype: Of the base model's activations.
         has_dropout: Whether a job has dropout.
         has_adamw: Whether a job has ``adamw_torch``.
+        also: Launches kernels of the base, which are compiled with them.
 
     Returns:
         Number of kernels that are compiled, and of all; nothing where there is nothing to compile.
@@ -43,6 +49,7 @@ def compile_kernels(
         ops.grouped_backward_weight(x_TK, s_TQ, ys, ds_TQ, operands, schedule)
 
     def run() -> None:
+        also()
         for operands in bank.operands_of_linear():
             for schedule in schedules:
                 run_group(operands, schedule)

@@ -1,0 +1,121 @@
+"""Modules of the frozen base that compute as fused Triton kernels, where Triton is the backend.
+
+A module is recognised by its structure, and its class is tried on random numbers: what a kernel takes the place of gave
+the same numbers. Whatever is not recognised stays as it is, and :class:`FusedLayers` says so.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from alto.backbone.fused_forward import FusedForward
+from alto.backbone.fused_norms import FusedNorm, fused_norm, norm_signature
+
+__all__ = ["FusedLayers", "Fusion"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fusion:
+    """Which parts of a base model are fused kernels.
+
+    Attributes:
+        counts: Number of modules, by operation.
+        kept: Why others compute as their classes do, by class; or, under ``all``, why nothing is fused.
+    """
+
+    counts: Mapping[str, int] = field(default_factory=dict)
+    kept: Mapping[str, str] = field(default_factory=dict)
+
+    def described(self) -> dict[str, Any]:
+        """As the journal has it."""
+        return {**self.counts, "kept": dict(self.kept)}
+
+
+class FusedLayers:
+    """The fused forward passes of ``model``, which are in use from :meth:`use` on.
+
+    Args:
+        model: The base.
+        functions: :mod:`alto.kernels.layer_functions`; None where nothing can be fused.
+    """
+
+    def __init__(self, model: PreTrainedModel, functions: ModuleType | None) -> None:
+        self._forwards: list[tuple[nn.Module, FusedForward]] = []
+        self._kept: dict[str, str] = {}
+        if functions is not None:
+            self._find_norms(model, functions)
+
+    @property
+    def fusion(self) -> Fusion:
+        counts = Counter(forward.op for _, forward in self._forwards)
+        return Fusion(counts=dict(counts), kept=dict(self._kept))
+
+    def use(self) -> None:
+        for module, forward in self._forwards:
+            module.forward = forward
+
+    def drop(self, why: str) -> None:
+        """Use none of them any more."""
+        self._remove()
+        self._kept = {"all": why}
+        self._forwards = []
+
+    def drop_unused(self) -> None:
+        """After a forward pass of the model, drop those that could not compute in it."""
+        left = []
+        for module, forward in self._forwards:
+            if forward.why_not:
+                del module.forward
+                self._kept[type(module).__name__] = forward.why_not
+            else:
+                left.append((module, forward))
+        self._forwards = left
+
+    def sample(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Launch once, on one token, every kernel that a step of training launches; arguments as of
+        :meth:`FusedForward.sample`."""
+        different = {forward.signature: forward for _, forward in self._forwards}
+        with torch.enable_grad():
+            for forward in different.values():
+                forward.sample(dtype, device)
+
+    @contextmanager
+    def unused(self) -> Iterator[None]:
+        """The modules compute as their classes do."""
+        self._remove()
+        try:
+            yield
+        finally:
+            self.use()
+
+    def _remove(self) -> None:
+        for module, _ in self._forwards:
+            vars(module).pop("forward", None)
+
+    def _find_norms(self, model: PreTrainedModel, functions: ModuleType) -> None:
+        found: dict[Any, Any] = {}
+        for module in _own_forwards(model):
+            signature = norm_signature(module)
+            if signature is None:
+                continue
+            if signature not in found:
+                found[signature] = fused_norm(module, functions, model.device)
+            if isinstance(found[signature], str):
+                self._kept[type(module).__name__] = found[signature]
+            else:
+                kind, epsilon = found[signature]
+                self._forwards.append((module, FusedNorm(module, functions, epsilon, kind)))
+
+
+def _own_forwards(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules whose forward pass is that of their class."""
+    return (module for module in model.modules() if "forward" not in vars(module))
