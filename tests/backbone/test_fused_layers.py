@@ -9,15 +9,23 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, build_tiny
+from architectures import ARCHITECTURES, SIZES, build_tiny
 from layer_kernels import functions
 from tiny import load_tokenizer
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+from transformers.models.cohere.modeling_cohere import CohereAttention
+from transformers.models.glm.modeling_glm import GlmAttention
+from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
+from transformers.models.olmo2.modeling_olmo2 import Olmo2Attention
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttention
 
 from alto.backbone import Backbone, borrowed
 from alto.backbone.fused_forward import FusedForward
+from alto.backbone.fused_mlps import linear_names, why_unfused
 from alto.backbone.fused_norms import fused_norm, norm_signature
+from alto.backbone.fused_rotary import FusedRotary, fused_rotation, rotating_function
 from alto.kernels import layer_triton
 from alto.spec.base_objects import BaseObjects
 
@@ -25,6 +33,9 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LENGTHS = (9, 1, 14)
 NUM_NORMS = {"qwen3": 9, "gemma2": 9, "gemma2-plain-attention": 9, "gemma3": 13, "phi": 0}
 """Five elsewhere: two of every layer, and the last one."""
+
+NO_SWIGLU = ("gemma", "gemma2", "gemma2-plain-attention", "gemma3", "phi")
+"""They have another activation, or no gate."""
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +73,10 @@ def apart(found: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("name", list(ARCHITECTURES))
 def test_losses_and_gradients_are_those_of_the_model_s_own_classes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fused = make_backbone(name)
-    assert fused.fusion.counts.get("rms_norm", 0) == NUM_NORMS.get(name, 5)
+    expected = {"rms_norm": NUM_NORMS.get(name, 5), "swiglu": 0 if name in NO_SWIGLU else 2, "rotary": 2}
+    assert fused.fusion.counts == {op: number for op, number in expected.items() if number}
+    is_other_gate = name.startswith("gemma")
+    assert list(fused.fusion.kept.values()) == ["its activation is not silu(gate) · up"] * is_other_gate
     monkeypatch.setenv("ALTO_KERNELS", "torch")
     own = make_backbone(name)
     for found, expected in zip(losses_and_gradient(fused), losses_and_gradient(own), strict=True):
@@ -169,7 +183,95 @@ class TestNorms:
         assert [norm_signature(module) for module in others] == [None] * len(others)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "phi3"])
+class TestMlps:
+    """What takes the place of a gated product, and what does not."""
+
+    def found(self, module: nn.Module, ops: Any = None, dtype: torch.dtype = torch.float32) -> str:
+        names = linear_names(module)
+        assert names is not None
+        return why_unfused(module, names, ops or functions(), dtype, DEVICE)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize("name", ["llama", "phi3"])
+    def test_gate_and_up_apart_or_in_one_layer(self, name: str, dtype: torch.dtype) -> None:
+        assert self.found(build_tiny(name).model.layers[0].mlp.to(DEVICE), dtype=dtype) == ""
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda self, x: self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x)),
+            lambda self, x: self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)) * 2,
+            lambda self, x: self.down_proj(self.act_fn(self.gate_proj(2 * x)) * self.up_proj(x)),
+            lambda self, x: self.down_proj(self.act_fn(self.gate_proj(x)) + self.up_proj(x)),
+            lambda self, x: (self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)),),
+        ],
+        ids=["gate and up exchanged", "factor behind", "factor before", "sum", "tuple"],
+    )
+    def test_a_class_of_the_same_name_that_computes_something_else_is_left_alone(
+        self, change: Callable[..., Any]
+    ) -> None:
+        other = type("LlamaMLP", (LlamaMLP,), {"forward": change})
+        assert self.found(other(build_tiny("llama").config).to(DEVICE)) != ""
+
+    def test_another_activation_is_left_alone(self) -> None:
+        config = build_tiny("llama", hidden_act="gelu").config
+        assert self.found(LlamaMLP(config)) == "its activation is not silu(gate) · up"
+
+    def test_a_kernel_with_other_numbers_is_not_taken(self) -> None:
+        mlp, right = LlamaMLP(build_tiny("llama").config), functions().swiglu
+        for wrong in (lambda gate, up: right(up, gate), lambda gate, up: right(gate, up).detach() * 1.0 + 0.0 * up):
+            try:
+                found = self.found(mlp, SimpleNamespace(swiglu=wrong))
+            except RuntimeError as error:  # a gradient that does not exist
+                found = str(error)
+            assert found != ""
+
+    def test_what_has_another_structure_is_no_gated_mlp(self) -> None:
+        others = (build_tiny("phi").model.layers[0].mlp, nn.Linear(2, 2), build_tiny("llama").model.layers[0])
+        assert [linear_names(module) for module in others] == [None] * len(others)
+
+
+class TestRotations:
+    """What takes the place of a rotation, and what does not."""
+
+    def found(self, kind: type[nn.Module], ops: Any = None, dtype: torch.dtype = torch.float32) -> Any:
+        function = rotating_function(kind)
+        assert function is not None
+        return fused_rotation(kind, function, ops or functions(), dtype, DEVICE)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize("kind", [LlamaAttention, Olmo2Attention, Qwen3NextAttention])
+    def test_those_of_halves_are_taken(self, kind: type[nn.Module], dtype: torch.dtype) -> None:
+        assert not isinstance(self.found(kind, dtype=dtype), str)
+
+    @pytest.mark.parametrize("kind", [CohereAttention, GlmAttention])
+    def test_those_of_neighbours_are_left_alone(self, kind: type[nn.Module]) -> None:
+        assert self.found(kind) == "its rotation is another one"
+
+    def test_a_kernel_with_other_numbers_is_not_taken(self) -> None:
+        right = functions().rotary
+        wrong = SimpleNamespace(rotary=lambda q, k, cos, sin: right(q, k, cos, -sin))
+        assert self.found(LlamaAttention, wrong) == "its rotation is another one"
+
+    def test_a_rotation_of_a_part_of_every_head_is_left_to_the_model(self) -> None:
+        """Which shows in a forward pass alone."""
+        config = Qwen3NextConfig(
+            **SIZES | {"layer_types": ["full_attention"] * 2, "head_dim": 16, "partial_rotary_factor": 0.5},
+            num_experts=0,
+        )
+        torch.manual_seed(0)
+        backbone = Backbone(Qwen3NextForCausalLM(config).to(DEVICE), None, "tiny")  # type: ignore[arg-type]
+        assert backbone.fusion.kept == {"Qwen3NextAttention": "heads of 16 numbers have 8 cosines"}
+        assert "rotary" not in backbone.fusion.counts
+        assert not any(isinstance(vars(m).get("forward"), FusedRotary) for m in backbone.model.modules())
+
+    def test_the_module_of_transformers_is_not_changed(self) -> None:
+        before = dict(vars(modeling_llama))
+        make_backbone()
+        assert dict(vars(modeling_llama)) == before
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "phi", "phi3"])
 def test_what_is_compiled_before_the_first_step_is_what_it_launches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     backbone = make_backbone(name)
     launched: list[set[Any]] = [set()]
@@ -193,6 +295,8 @@ def test_where_the_whole_model_differs_nothing_is_fused(monkeypatch: pytest.Monk
         lambda device: SimpleNamespace(
             MAX_NORM_WIDTH=right.MAX_NORM_WIDTH,
             rms_norm=lambda x, *rest: right.rms_norm(x, *rest) * (1.0 if x.dim() == 2 else 1.01),
+            swiglu=right.swiglu,
+            rotary=right.rotary,
         ),
     )
     backbone = make_backbone()

@@ -189,22 +189,25 @@ class Backbone:
         self._fused = FusedLayers(self.model, functions)
         self._fused.use()
         try:
-            self.run_once()
+            self._run(num_tokens=2)
             self._fused.drop_unused()
             check_losses(self, self._head)
         except UnsupportedModelError as refusal:
             self._fused.drop(str(refusal))
 
     def sample_kernels(self) -> None:
-        """Launch once, on one token, every fused kernel that a step of training launches."""
+        """Launch once, on a few tokens, every fused kernel that a step of training launches."""
         self._fused.sample(self.dtype, self.device)
 
-    @torch.no_grad()
     def run_once(self) -> None:
         """A forward pass of one token, for hooks on its modules."""
-        token = torch.zeros(1, dtype=torch.long, device=self.device)
+        self._run(num_tokens=1)
+
+    @torch.no_grad()
+    def _run(self, *, num_tokens: int) -> None:
+        positions_T = torch.arange(num_tokens, device=self.device)
         with torch.compiler.set_stance("force_eager"):
-            self.hidden_states(token, token, (1,))
+            self.hidden_states(torch.zeros_like(positions_T), positions_T, (num_tokens,))
 
     def checkpoint_layers(self) -> None:
         """Enable gradient checkpointing: recompute every layer's activations in the backward pass.

@@ -19,7 +19,7 @@ class FusedForward:
     Attributes:
         op: The operation that is fused.
         signature: Two with equal ones launch the same kernels.
-        has_run: Whether it has computed anything.
+        is_observed: Whether the model's forward pass has been observed.
         why_not: Why the module's own forward pass computed instead; empty where it never did.
     """
 
@@ -28,7 +28,7 @@ class FusedForward:
     def __init__(self, module: nn.Module, *signature: Any) -> None:
         self._module = weakref.ref(module)
         self.signature = (self.op, *signature)
-        self.has_run = False
+        self.is_observed = False
         self.why_not = ""
 
     @property
@@ -41,7 +41,7 @@ class FusedForward:
         raise NotImplementedError
 
     def sample(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Launch once, forward and backward and on one token, what a step of training launches.
+        """Launch once, forward and backward and on a few tokens, what a step of training launches.
 
         Args:
             dtype: Of the activations.

@@ -18,7 +18,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from alto.backbone.fused_forward import FusedForward
+from alto.backbone.fused_mlps import FusedMlp, linear_names, why_unfused
 from alto.backbone.fused_norms import FusedNorm, fused_norm, norm_signature
+from alto.backbone.fused_rotary import FusedRotary, fused_rotation, rotating_function
 
 __all__ = ["FusedLayers", "Fusion"]
 
@@ -53,6 +55,8 @@ class FusedLayers:
         self._kept: dict[str, str] = {}
         if functions is not None:
             self._find_norms(model, functions)
+            self._find_mlps(model, functions)
+            self._find_rotations(model, functions)
 
     @property
     def fusion(self) -> Fusion:
@@ -70,18 +74,19 @@ class FusedLayers:
         self._forwards = []
 
     def drop_unused(self) -> None:
-        """After a forward pass of the model, drop those that could not compute in it."""
+        """After a forward pass of the model over two tokens, drop those that could not compute in it."""
         left = []
         for module, forward in self._forwards:
             if forward.why_not:
                 del module.forward
                 self._kept[type(module).__name__] = forward.why_not
             else:
+                forward.is_observed = True
                 left.append((module, forward))
         self._forwards = left
 
     def sample(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Launch once, on one token, every kernel that a step of training launches; arguments as of
+        """Launch once, on a few tokens, every kernel that a step of training launches; arguments as of
         :meth:`FusedForward.sample`."""
         different = {forward.signature: forward for _, forward in self._forwards}
         with torch.enable_grad():
@@ -114,6 +119,34 @@ class FusedLayers:
             else:
                 kind, epsilon = found[signature]
                 self._forwards.append((module, FusedNorm(module, functions, epsilon, kind)))
+
+    def _find_mlps(self, model: PreTrainedModel, functions: ModuleType) -> None:
+        found: dict[Any, str] = {}
+        for module in _own_forwards(model):
+            names = linear_names(module)
+            if names is None:
+                continue
+            if type(module) not in found:
+                found[type(module)] = why_unfused(module, names, functions, model.dtype, model.device)
+            if found[type(module)]:
+                self._kept[type(module).__name__] = found[type(module)]
+            else:
+                self._forwards.append((module, FusedMlp(module, functions, names)))
+
+    def _find_rotations(self, model: PreTrainedModel, functions: ModuleType) -> None:
+        found: dict[Any, Any] = {}
+        for module in _own_forwards(model):
+            kind = type(module)
+            function = rotating_function(kind)
+            if function is None:
+                continue
+            if kind not in found:
+                found[kind] = fused_rotation(kind, function, functions, model.dtype, model.device)
+            if isinstance(found[kind], str):
+                self._kept[kind.__name__] = found[kind]
+            else:
+                forward, rotation = found[kind]
+                self._forwards.append((module, FusedRotary(module, forward, rotation)))
 
 
 def _own_forwards(model: nn.Module) -> Iterator[nn.Module]:

@@ -40,7 +40,6 @@ class FusedNorm(FusedForward):
             return self.own_forward("its weight is trained", x)
         if x.dtype != weight_H.dtype:
             return self.own_forward(f"its weight is {weight_H.dtype}, its input {x.dtype}", x)
-        self.has_run = True
         y: Tensor = self._functions.rms_norm(x, weight_H, self._epsilon, self._kind)
         return y
 

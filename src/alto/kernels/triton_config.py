@@ -29,11 +29,14 @@ __all__ = [
     "KernelConfig",
     "adamw_config",
     "backward_weight_config",
+    "cross_entropy_config",
     "expand_config",
     "narrow_dtype",
     "rms_norm_config",
+    "rotary_config",
     "shrink_config",
     "square_sums_config",
+    "swiglu_config",
     "total_norms_config",
     "working_dtype",
 ]
@@ -167,6 +170,43 @@ def rms_norm_config(width: int, base: torch.dtype) -> KernelConfig:
     rows = max(1, 2048 // block)
     constants = {"ROWS": rows, "BLOCK": block, "ACCUMULATOR": _exact(base)}
     return KernelConfig(constants=constants, num_warps=min(16, rows * block // 512), num_stages=1)
+
+
+@cache
+def swiglu_config(width: int, base: torch.dtype) -> KernelConfig:
+    """Configuration of ``swiglu_kernel`` and ``swiglu_backward_kernel``, for ``width`` numbers of a token: eight for
+    each thread."""
+    return _of_rows(1024, width, base, num_warps=4)
+
+
+@cache
+def rotary_config(width: int, most_heads: int, base: torch.dtype) -> KernelConfig:
+    """Configuration of ``rotary_kernel``: eight pairs for each thread.
+
+    Args:
+        width: Numbers of a head.
+        most_heads: Of queries or of keys.
+        base: Their dtype.
+    """
+    block = max(16, triton.next_power_of_2(width // 2))
+    heads = min(triton.next_power_of_2(most_heads), max(1, 1024 // block))
+    rows = max(1, 1024 // (heads * block))
+    constants = {"ROWS": rows, "HEADS": heads, "BLOCK": block, "ACCUMULATOR": _exact(base)}
+    return KernelConfig(constants=constants, num_warps=4, num_stages=1)
+
+
+@cache
+def cross_entropy_config(width: int, base: torch.dtype) -> KernelConfig:
+    """Configuration of ``cross_entropy_kernel``, for a vocabulary of ``width``: a program has a row, or several short
+    ones, and a multiprocessor has many programs."""
+    return _of_rows(4096, width, base, num_warps=8)
+
+
+def _of_rows(numbers: int, width: int, base: torch.dtype, *, num_warps: int) -> KernelConfig:
+    """Programs that have ``numbers`` numbers at a time: of one row, or of several that are shorter."""
+    block = max(16, min(numbers, triton.next_power_of_2(width)))
+    constants = {"ROWS": numbers // block, "BLOCK": block, "ACCUMULATOR": _exact(base)}
+    return KernelConfig(constants=constants, num_warps=num_warps, num_stages=1)
 
 
 def _tile(num_narrow: int, wide: torch.dtype, bank: torch.dtype) -> int:
