@@ -72,7 +72,7 @@ class Backbone:
         self._head = OutputHead(model)
         self._limit = length_limit(model.config)
         self._own_attention = model.config._attn_implementation
-        self._fused = FusedLayers(model, None)
+        self._fused = FusedLayers()
         with refusing(model):
             self._head.observe()
         self.is_padded, self.why_padded = False, ""
@@ -178,19 +178,17 @@ class Backbone:
     def _fuse(self, *, is_compiled: bool) -> None:
         """Let fused kernels take the place of modules, where their losses are the model's own."""
         functions = layer_functions_on(self.device)
-        if functions is None or is_compiled:
-            why = (
-                "torch_compile fuses the parts of a layer itself"
-                if is_compiled
-                else "the backend of the kernels is not Triton"
-            )
-            self._fused.drop(why)
+        if functions is None:
+            self._fused.drop(_NO_TRITON)
             return
-        self._fused = FusedLayers(self.model, functions)
-        self._fused.use()
         try:
-            self._run(num_tokens=2)
-            self._fused.drop_unused()
+            if is_compiled:
+                self._fused.keep_layers(_COMPILED)
+            else:
+                self._fused.use_in_layers(self.model, functions)
+                self._run(num_tokens=2)
+                self._fused.drop_unused()
+            self._fused.use_in_head(self._head, functions)
             check_losses(self, self._head)
         except UnsupportedModelError as refusal:
             self._fused.drop(str(refusal))

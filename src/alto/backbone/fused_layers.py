@@ -18,11 +18,15 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from alto.backbone.fused_forward import FusedForward
+from alto.backbone.fused_loss import sample_losses, why_no_kernel
 from alto.backbone.fused_mlps import FusedMlp, linear_names, why_unfused
 from alto.backbone.fused_norms import FusedNorm, fused_norm, norm_signature
 from alto.backbone.fused_rotary import FusedRotary, fused_rotation, rotating_function
+from alto.backbone.output_head import OutputHead
 
 __all__ = ["FusedLayers", "Fusion"]
+
+_LOSS = "cross_entropy"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +35,8 @@ class Fusion:
 
     Attributes:
         counts: Number of modules, by operation.
-        kept: Why others compute as their classes do, by class; or, under ``all``, why nothing is fused.
+        kept: Why others compute as their classes do: by class, under ``cross_entropy`` for the losses, ``layers`` for
+            all layers, or ``all`` for everything.
     """
 
     counts: Mapping[str, int] = field(default_factory=dict)
@@ -43,33 +48,49 @@ class Fusion:
 
 
 class FusedLayers:
-    """The fused forward passes of ``model``, which are in use from :meth:`use` on.
+    """The fused forward passes of a model, and the losses of its output head."""
 
-    Args:
-        model: The base.
-        functions: :mod:`alto.kernels.layer_functions`; None where nothing can be fused.
-    """
-
-    def __init__(self, model: PreTrainedModel, functions: ModuleType | None) -> None:
+    def __init__(self) -> None:
         self._forwards: list[tuple[nn.Module, FusedForward]] = []
+        self._head: OutputHead | None = None
         self._kept: dict[str, str] = {}
-        if functions is not None:
-            self._find_norms(model, functions)
-            self._find_mlps(model, functions)
-            self._find_rotations(model, functions)
+
+    def use_in_layers(self, model: PreTrainedModel, functions: ModuleType) -> None:
+        """Find the modules of ``model`` that :mod:`alto.kernels.layer_functions` computes, and let it."""
+        self._find_norms(model, functions)
+        self._find_mlps(model, functions)
+        self._find_rotations(model, functions)
+        self._use()
+
+    def use_in_head(self, head: OutputHead, functions: ModuleType) -> None:
+        """Let the kernel compute the losses of ``head``, if it can; it was observed."""
+        why_not = why_no_kernel(head, functions)
+        if why_not:
+            self._kept[_LOSS] = why_not
+        else:
+            head.kernel, self._head = functions.cross_entropy, head
+
+    def keep_layers(self, why: str) -> None:
+        """The layers stay as they are: what the journal says."""
+        self._kept["layers"] = why
 
     @property
     def fusion(self) -> Fusion:
         counts = Counter(forward.op for _, forward in self._forwards)
+        if self._head is not None:
+            counts[_LOSS] = 1
         return Fusion(counts=dict(counts), kept=dict(self._kept))
 
-    def use(self) -> None:
+    def _use(self) -> None:
         for module, forward in self._forwards:
             module.forward = forward
 
     def drop(self, why: str) -> None:
         """Use none of them any more."""
         self._remove()
+        if self._head is not None:
+            self._head.kernel = None
+            self._head = None
         self._kept = {"all": why}
         self._forwards = []
 
@@ -92,6 +113,8 @@ class FusedLayers:
         with torch.enable_grad():
             for forward in different.values():
                 forward.sample(dtype, device)
+        if self._head is not None:
+            sample_losses(self._head, dtype, device)
 
     @contextmanager
     def unused(self) -> Iterator[None]:
@@ -100,7 +123,7 @@ class FusedLayers:
         try:
             yield
         finally:
-            self.use()
+            self._use()
 
     def _remove(self) -> None:
         for module, _ in self._forwards:

@@ -30,8 +30,8 @@ class Rotation:
 
     Attributes:
         why_not: Why the function itself computed instead; empty where it never did.
-        is_observed: Whether the model's forward pass has been observed: in its first one, the layouts of queries and keys
-            are noted.
+        is_observed: Whether the model's forward pass has been observed, in which the layouts of queries and keys are
+            noted.
 
     Args:
         function: The function.

@@ -94,8 +94,9 @@ class TaskStarted:
             elsewhere.
         init_adapter: The saved adapter that every job begins with; None where they begin with new ones.
         refit: The winner of another run that is trained again on all rows, without validation; None elsewhere.
-        fused: How many modules of the base model are fused kernels, by operation, and ``kept``: why modules of a class
-            are not, or, under ``all``, why none is; None where the journal does not have it.
+        fused: How many modules of the base model are fused kernels, by operation, and ``kept``: why others
+            are not, by class, or under ``cross_entropy`` (the losses of tokens), ``layers`` and ``all``; None where the
+            journal does not have it.
         format: Version of the journal's format.
     """
 
