@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from layer_kernels import functions
 from resident_jobs import PAIRS, Bank, assert_same_step, make_model, make_task
+from tiny import make_task as make_tiny_task
+from tiny import read_journal, run_task
 
-from alto.kernels import layer_triton
+from alto.backbone import Backbone
+from alto.backbone.fused_layers import Fusion
+from alto.executor.beginning import _fusion_notes
+from alto.kernels import layer_triton, torch_backend
+from alto.runs import RunDir
 
 CONFIGS: list[dict[str, Any]] = [
     {"lr": 1e-3, "r": 4, "batch_size": 1, "seed": 1, "lora_dropout": 0.3},
@@ -82,3 +91,43 @@ def test_a_wrong_kernel_shows(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     [found] = bank.step().values()
     with pytest.raises(AssertionError):
         assert_same_step(found, *expected.values())
+
+
+def test_its_kernels_are_compiled_with_those_of_the_bank(monkeypatch: pytest.MonkeyPatch) -> None:
+    bank, asked = Bank(make_model("llama"), make_task(CONFIGS[:1])), []
+    monkeypatch.setattr(torch_backend, "compile_kernels", lambda run: run() or iter(()))
+    monkeypatch.setattr(Backbone, "sample_kernels", lambda self: asked.append(self))
+    assert list(bank.trainer.compile_kernels([job.config for job in bank.jobs])) == []
+    assert asked == [bank.backbone]
+
+
+def test_the_journal_says_what_is_fused(tmp_path: Path) -> None:
+    run_dir = RunDir.create(tmp_path / "run", task := make_tiny_task(tmp_path, num_train_epochs=1))
+    run_task(task, run_dir)
+    started = read_journal(run_dir.root)[0]
+    assert started["fused"] == {"kept": {"all": "the backend of the kernels is not Triton"}}
+    assert not any("fused" in note for note in started["notes"]), "on a CPU it is no news"
+
+
+@pytest.mark.parametrize(
+    ("counts", "kept", "expected"),
+    [
+        ({"rms_norm": 5}, {}, ()),
+        ({}, {"all": "why"}, ("No module of the base model is a fused kernel (all: why).",)),
+        (
+            {"rms_norm": 5},
+            {"GemmaMLP": "why", "cross_entropy": "how"},
+            (
+                "Some modules of the base model compute as their classes do, without fused kernels (GemmaMLP: why; "
+                "cross_entropy: how).",
+            ),
+        ),
+    ],
+)
+def test_on_a_gpu_a_note_says_what_is_not(
+    counts: dict[str, int], kept: dict[str, str], expected: tuple[str, ...]
+) -> None:
+    fusion = Fusion(counts=counts, kept=kept)
+    for device, notes in (("cuda", expected), ("cpu", ())):
+        backbone: Any = SimpleNamespace(fusion=fusion, device=torch.device(device))
+        assert _fusion_notes(backbone) == notes
