@@ -28,6 +28,7 @@ os.environ.pop("TRITON_INTERPRET", None)
 
 import torch
 import triton
+from layer_builds import LayerBuild, layer_builds
 from occupancy import resident_programs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -204,7 +205,7 @@ def _builds_of(arch: int, narrows: list[int], dtypes: list[str]) -> Iterator[Bui
                 yield Build(**build, dropout=False, split=False, wide=None)
 
 
-def compile_build(build: Build) -> Usage:
+def compile_build(build: Build | LayerBuild) -> Usage:
     """Compile, and ask the program's own binary what it takes."""
     target = GPUTarget("cuda", build.arch, 32)
     compiled = triton.compile(build.source(), target=target, options=build.config.options)
@@ -220,7 +221,7 @@ def compile_build(build: Build) -> Usage:
     return Usage(registers=registers, spilled=max(stack, local), shared=compiled.metadata.shared)
 
 
-def line(build: Build, usage: Usage) -> str:
+def line(build: Build | LayerBuild, usage: Usage) -> str:
     programs = resident_programs(
         registers=usage.registers, shared=usage.shared, num_warps=build.config.num_warps, arch=build.arch
     )
@@ -244,6 +245,9 @@ def page(lines: Iterable[str]) -> str:
             "`bfloat16 moments`, AdamW rounds them at random (`optim_state_dtype: bfloat16`). Adapters lie where",
             "vectors may begin, as of ranks divisible by 8.",
             "",
+            "`rms norm`, `swiglu`, `rotary` and `losses` are of the base's layers and output head: their dtype is the",
+            "base's, their tiles are rows × columns, of `rotary` tokens × heads × pairs.",
+            "",
             "| op | base / bank | tiles | warps | stages | sm | registers | spilled bytes | shared KiB | per SM |",
             "|---|---|---|---:|---:|---:|---:|---:|---:|---:|",
             *lines,
@@ -252,7 +256,7 @@ def page(lines: Iterable[str]) -> str:
     )
 
 
-def faults(build: Build, usage: Usage) -> list[str]:
+def faults(build: Build | LayerBuild, usage: Usage) -> list[str]:
     """Why a build must not be shipped."""
     found = []
     if usage.spilled:
@@ -262,7 +266,7 @@ def faults(build: Build, usage: Usage) -> list[str]:
     return found
 
 
-def differences(build: Build, usage: Usage, written: str) -> list[str]:
+def differences(build: Build | LayerBuild, usage: Usage, written: str) -> list[str]:
     """What the page says otherwise."""
     known = next((known for known in written.splitlines() if known.startswith(build.name)), None)
     if known is None:
@@ -279,7 +283,8 @@ def main() -> int:
     parser.add_argument("--narrow", type=int, nargs="+", default=NARROWS, choices=NARROWS, help="columns of a slot")
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES, help="of base and bank")
     asked = parser.parse_args()
-    wanted = list(builds(asked.arch, asked.narrow, asked.dtypes))
+    bases = [DTYPES[name][0] for name in asked.dtypes]
+    wanted = [*builds(asked.arch, asked.narrow, asked.dtypes), *layer_builds(asked.arch, bases)]
     # Processes, because the compiler holds Python's lock.
     with multiprocessing.get_context("fork").Pool(len(os.sched_getaffinity(0))) as pool:
         done = list(zip(wanted, pool.imap(compile_build, wanted), strict=True))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from layer_kernels import functions
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -168,3 +169,40 @@ def test_a_bfloat16_model_gets_float32_losses() -> None:
     assert hidden.grad is not None
     assert hidden.grad.dtype == torch.bfloat16
     assert float((found - expected).detach().norm() / expected.detach().norm()) < 1e-6
+
+
+class TestKernel:
+    """Losses and gradients by a kernel, which in Triton's interpreter is slow."""
+
+    @pytest.mark.parametrize("chunk", [3, 8, 20])
+    @pytest.mark.parametrize("bias", [False, True])
+    def test_they_are_those_of_pytorch(self, chunk: int, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(loss_head, "_chunk_tokens", lambda *_: chunk)
+        hidden_SH, weight_VH, targets_S, bias_V = operands(8, bias=bias)
+        upstream_S = torch.linspace(-1.0, 2.0, 8)
+        own, found = (
+            token_losses(hidden_SH, weight_VH, targets_S, bias_V=bias_V, kernel=kernel)
+            for kernel in (None, functions().cross_entropy)
+        )
+        gradients = [torch.autograd.grad(losses_S, hidden_SH, upstream_S)[0] for losses_S in (own, found)]
+        torch.testing.assert_close(found, own, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-5, atol=1e-6)
+
+    def test_logits_are_read_by_it_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        hidden_SH, weight_VH, targets_S, _ = operands(8, bias=False)
+        kernel, asked = functions().cross_entropy, []
+        monkeypatch.setattr(loss_head.F, "log_softmax", None)
+
+        def watched(logits_CV: Tensor, targets_C: Tensor, gradient_CV: Tensor | None) -> Tensor:
+            asked.append(gradient_CV is logits_CV)
+            return kernel(logits_CV, targets_C, gradient_CV)
+
+        token_losses(hidden_SH, weight_VH, targets_S, kernel=watched).sum().backward()
+        token_losses(hidden_SH.detach(), weight_VH, targets_S, kernel=watched)
+        assert asked == [True, False], "the gradient takes the place of the logits where one is needed"
+
+    def test_no_kernel_computes_a_cap_or_a_scale(self) -> None:
+        hidden_SH, weight_VH, targets_S, _ = operands(8, bias=False)
+        for settings in ({"scale": 2.0}, {"softcap": 2.0}):
+            with pytest.raises(AssertionError):
+                token_losses(hidden_SH, weight_VH, targets_S, kernel=functions().cross_entropy, **settings)

@@ -16,15 +16,20 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from alto.backbone import attention
+from alto.backbone.fused_layers import FusedLayers, Fusion
 from alto.backbone.limits import length_limit
 from alto.backbone.output_head import HeadTokens, OutputHead
 from alto.backbone.padded_rows import PaddedRows
-from alto.backbone.probe import probe, refusing
+from alto.backbone.probe import check_losses, probe, refusing
 from alto.backbone.sequences import Sequences
 from alto.backbone.sharding import forget_micro_batch, held_bytes
 from alto.errors import UnsupportedError, UnsupportedModelError
+from alto.kernels import layer_functions_on
 
 __all__ = ["Backbone"]
+
+_COMPILED = "torch_compile fuses the parts of a layer itself"
+_NO_TRITON = "the backend of the kernels is not Triton"
 
 
 class Backbone:
@@ -68,6 +73,7 @@ class Backbone:
         self._head = OutputHead(model)
         self._limit = length_limit(model.config)
         self._own_attention = model.config._attn_implementation
+        self._fused = FusedLayers()
         with refusing(model):
             self._head.observe()
         self.is_padded, self.why_padded = False, ""
@@ -78,6 +84,7 @@ class Backbone:
             self.is_padded, self.why_padded = True, str(refusal)
             self._replace_attention()
             probe(self, self._head)
+        self._fuse(is_compiled=torch_compile)
         if gradient_checkpointing:
             self.checkpoint_layers()
         if torch_compile:
@@ -99,6 +106,11 @@ class Backbone:
     def num_bytes(self) -> int:
         """Bytes of its parameters and buffers on this device; of a sharded model, of this rank's parts."""
         return held_bytes(self.model)
+
+    @property
+    def fusion(self) -> Fusion:
+        """Which parts are fused kernels, and why others are not."""
+        return self._fused.fusion
 
     def hidden_states(
         self,
@@ -170,12 +182,37 @@ class Backbone:
                 "AttentionInterface), found one with its own; use another base model"
             )
 
-    @torch.no_grad()
+    def _fuse(self, *, is_compiled: bool) -> None:
+        """Let fused kernels take the place of modules, where their losses are the model's own."""
+        functions = layer_functions_on(self.device)
+        if functions is None:
+            self._fused.drop(_NO_TRITON)
+            return
+        try:
+            if is_compiled:
+                self._fused.keep_layers(_COMPILED)
+            else:
+                self._fused.use_in_layers(self.model, functions)
+                self._run(num_tokens=2)
+                self._fused.drop_unused()
+            self._fused.use_in_head(self._head, functions)
+            check_losses(self, self._head)
+        except UnsupportedModelError as refusal:
+            self._fused.drop(str(refusal))
+
+    def sample_kernels(self) -> None:
+        """Launch once, on a few tokens, every fused kernel that a step of training launches."""
+        self._fused.sample(self.dtype, self.device)
+
     def run_once(self) -> None:
         """A forward pass of one token, for hooks on its modules."""
-        token = torch.zeros(1, dtype=torch.long, device=self.device)
+        self._run(num_tokens=1)
+
+    @torch.no_grad()
+    def _run(self, *, num_tokens: int) -> None:
+        positions_T = torch.arange(num_tokens, device=self.device)
         with torch.compiler.set_stance("force_eager"):
-            self.hidden_states(token, token, (1,))
+            self.hidden_states(torch.zeros_like(positions_T), positions_T, (num_tokens,))
 
     def checkpoint_layers(self) -> None:
         """Enable gradient checkpointing: recompute every layer's activations in the backward pass.
@@ -195,12 +232,12 @@ class Backbone:
 
     @contextlib.contextmanager
     def own_attention(self) -> Iterator[None]:
-        """The model with its original attention, without gradient checkpointing and compilation, as generation with a
-        cache of keys and values needs it."""
+        """The model with its original attention, without fused kernels, gradient checkpointing and compilation, as
+        generation with a cache of keys and values needs it."""
         recomputed = [layer for layer in self.model.modules() if layer.training]
         try:
             self.model.eval().set_attn_implementation(self._own_attention)
-            with torch.compiler.set_stance("force_eager"):
+            with torch.compiler.set_stance("force_eager"), self._fused.unused():
                 yield
         finally:
             self._replace_attention()

@@ -6,14 +6,17 @@ Shapes: ``S`` trained tokens, ``C`` tokens of a chunk, ``H`` hidden size, ``V`` 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["LogitAdapters", "token_losses"]
+__all__ = ["CrossEntropy", "LogitAdapters", "token_losses"]
+
+CrossEntropy = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""A kernel: see :func:`alto.kernels.layer_reference.cross_entropy`."""
 
 _CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 26}
 """Logits of a chunk: 8 MiB of float32, which stay in a CPU's cache; 256 MiB on a GPU, enough to fill it."""
@@ -77,16 +80,21 @@ class _ChunkedTokenLoss(torch.autograd.Function):
         targets_S: Tensor,
         scale: float | None,
         softcap: float | None,
+        kernel: CrossEntropy | None,
     ) -> Tensor:
         losses_S = hidden_SH.new_empty(hidden_SH.shape[0], dtype=torch.float32)
-        gradient_SH = torch.empty_like(hidden_SH) if ctx.needs_input_grad[0] else None
+        has_error: bool = ctx.needs_input_grad[0]
+        gradient_SH = torch.empty_like(hidden_SH) if has_error else None
         for part in _chunks(hidden_SH, weight_VH):
-            logits = _capped(F.linear(hidden_SH[part], weight_VH, bias_V), scale, softcap)
-            log_probabilities = F.log_softmax(logits, dim=1, dtype=torch.float32)
-            index = targets_S[part, None]
-            losses_S[part] = log_probabilities.gather(1, index).squeeze(1).neg_()
+            logits = F.linear(hidden_SH[part], weight_VH, bias_V)
+            if kernel is not None:
+                losses_S[part] = kernel(logits, targets_S[part], None if gradient_SH is None else logits)
+                error = logits  # overwritten
+            else:
+                losses_S[part], error = _losses(
+                    logits, targets_S[part], scale, softcap, has_error=gradient_SH is not None
+                )
             if gradient_SH is not None:
-                error = _error(log_probabilities, logits, index, scale, softcap)
                 torch.mm(error.to(weight_VH.dtype), weight_VH, out=gradient_SH[part])
         if gradient_SH is not None:
             ctx.save_for_backward(gradient_SH)
@@ -95,7 +103,7 @@ class _ChunkedTokenLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dloss_S: Tensor) -> tuple[Tensor | None, ...]:
         (gradient_SH,) = ctx.saved_tensors
-        return gradient_SH * dloss_S[:, None].to(gradient_SH.dtype), None, None, None, None, None
+        return gradient_SH * dloss_S[:, None].to(gradient_SH.dtype), None, None, None, None, None, None
 
 
 class _AdaptedTokenLoss(torch.autograd.Function):
@@ -114,15 +122,18 @@ class _AdaptedTokenLoss(torch.autograd.Function):
         scale: float | None,
         softcap: float | None,
         adapters: LogitAdapters,
+        kernel: CrossEntropy | None,
     ) -> Tensor:
         s_SQ = adapters.shrink(x_SH)
         losses_S = hidden_SH.new_empty(hidden_SH.shape[0], dtype=torch.float32)
         for part in _chunks(hidden_SH, weight_VH):
             logits = _adapted_logits(hidden_SH, weight_VH, bias_V, adapters, s_SQ, part)
-            log_probabilities = F.log_softmax(_capped(logits, scale, softcap), dim=1, dtype=torch.float32)
-            losses_S[part] = log_probabilities.gather(1, targets_S[part, None]).squeeze(1).neg_()
+            if kernel is not None:
+                losses_S[part] = kernel(logits, targets_S[part], None)
+            else:
+                losses_S[part], _ = _losses(logits, targets_S[part], scale, softcap, has_error=False)
         ctx.save_for_backward(hidden_SH, x_SH, s_SQ, targets_S, weight_VH, bias_V)
-        ctx.scale, ctx.softcap, ctx.adapters = scale, softcap, adapters
+        ctx.scale, ctx.softcap, ctx.adapters, ctx.kernel = scale, softcap, adapters, kernel
         return losses_S
 
     @staticmethod
@@ -132,9 +143,11 @@ class _AdaptedTokenLoss(torch.autograd.Function):
         dx_SH = torch.empty_like(x_SH) if ctx.needs_input_grad[1] else None
         for part in _chunks(hidden_SH, weight_VH):
             logits = _adapted_logits(hidden_SH, weight_VH, bias_V, ctx.adapters, s_SQ, part)
-            logits = _capped(logits, ctx.scale, ctx.softcap)
-            log_probabilities = F.log_softmax(logits, dim=1, dtype=torch.float32)
-            error = _error(log_probabilities, logits, targets_S[part, None], ctx.scale, ctx.softcap)
+            if ctx.kernel is not None:
+                error = torch.empty_like(logits, dtype=torch.float32)
+                ctx.kernel(logits, targets_S[part], error)
+            else:
+                _, error = _losses(logits, targets_S[part], ctx.scale, ctx.softcap, has_error=True)
             dloss_C = dloss_S[part]
             if dhidden_SH is not None:
                 torch.mm(error.to(weight_VH.dtype), weight_VH, out=dhidden_SH[part])
@@ -142,7 +155,7 @@ class _AdaptedTokenLoss(torch.autograd.Function):
             dx_CH = ctx.adapters.backward(x_SH[part], s_SQ[part], error, dloss_C, part, needs_input=dx_SH is not None)
             if dx_SH is not None:
                 dx_SH[part] = dx_CH
-        return dhidden_SH, dx_SH, None, None, None, None, None, None, None
+        return dhidden_SH, dx_SH, None, None, None, None, None, None, None, None
 
 
 def _adapted_logits(
@@ -165,6 +178,26 @@ def _chunks(hidden_SH: Tensor, weight_VH: Tensor) -> Iterator[slice]:
 
 def _chunk_tokens(device: str, vocabulary: int) -> int:
     return max(_MIN_CHUNK_TOKENS[device], _CHUNK_ELEMENTS[device] // vocabulary)
+
+
+def _losses(
+    logits: Tensor, targets_C: Tensor, scale: float | None, softcap: float | None, *, has_error: bool
+) -> tuple[Tensor, Tensor]:
+    """Losses ``[C]``, and their gradient towards the output of the head, ``[C, V]`` float32, where ``has_error``; both
+    of float32.
+
+    Args:
+        logits: Output of the head, ``[C, V]``; overwritten.
+        targets_C: Target of every token.
+        scale: As for :func:`token_losses`.
+        softcap: As for :func:`token_losses`.
+        has_error: Whether the gradient is needed; any tensor where it is not.
+    """
+    logits = _capped(logits, scale, softcap)
+    log_probabilities = F.log_softmax(logits, dim=1, dtype=torch.float32)
+    index = targets_C[:, None]
+    losses_C = log_probabilities.gather(1, index).squeeze(1).neg_()
+    return losses_C, _error(log_probabilities, logits, index, scale, softcap) if has_error else logits
 
 
 def _capped(logits: Tensor, scale: float | None, softcap: float | None) -> Tensor:
@@ -205,6 +238,7 @@ def token_losses(
     scale: float | None = None,
     softcap: float | None = None,
     adapters: LogitAdapters | None = None,
+    kernel: CrossEntropy | None = None,
 ) -> Tensor:
     """Cross-entropy of every token: ``logsumexp(z) - z[target]``, ``z = softcap(scale · (hidden @ weightᵀ + bias))``.
 
@@ -220,14 +254,17 @@ def token_losses(
         softcap: Cap of the logits; None without one.
         adapters: The adapters of these tokens on the head, whose output is added to ``hidden @ weightᵀ + bias``; None
             without any.
+        kernel: Computes losses and their gradient of a chunk of logits, which have neither scale nor cap; None for
+            PyTorch's functions.
 
     Returns:
         ``[S]`` float32, nats.
     """
+    assert kernel is None or (scale is None and softcap is None)
     if hidden_SH.shape[0] == 0:
         return hidden_SH.new_zeros(0, dtype=torch.float32)
     if adapters is None:
-        plain: Tensor = _ChunkedTokenLoss.apply(hidden_SH, weight_VH, bias_V, targets_S, scale, softcap)
+        plain: Tensor = _ChunkedTokenLoss.apply(hidden_SH, weight_VH, bias_V, targets_S, scale, softcap, kernel)
         return plain
     adapted: Tensor = _AdaptedTokenLoss.apply(
         hidden_SH,
@@ -239,5 +276,6 @@ def token_losses(
         scale,
         softcap,
         adapters,
+        kernel,
     )
     return adapted

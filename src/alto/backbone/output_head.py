@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from alto.backbone.loss_head import LogitAdapters, token_losses
+from alto.backbone.loss_head import CrossEntropy, LogitAdapters, token_losses
 from alto.backbone.sharding import find_body, is_sharded
 from alto.errors import UnsupportedModelError
 
@@ -75,6 +75,7 @@ class OutputHead:
         linear: The module; its weight may be the embeddings' own, and only a part of it.
         scale: Factor of the logits; None where they have none.
         softcap: Cap of the logits; None where they have none.
+        kernel: Computes losses of logits without scale and cap; None for PyTorch's functions.
 
     Raises:
         UnsupportedModelError: It is not a linear module.
@@ -92,6 +93,7 @@ class OutputHead:
         embeddings = model.get_input_embeddings()
         is_tied = is_sharded(embeddings) and not is_sharded(linear)
         self._owner: Any = embeddings if is_tied else linear
+        self.kernel: CrossEntropy | None = None
         self.scale: float | None = None
         self.softcap: float | None = _of_config(model, "final_logit_softcapping")
         self._body: Any = find_body(model)
@@ -164,6 +166,7 @@ class OutputHead:
                     scale=self.scale,
                     softcap=self.softcap,
                     adapters=adapters,
+                    kernel=self.kernel,
                 )
                 for hidden, targets, (_, adapters) in parts
             ]

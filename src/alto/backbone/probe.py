@@ -33,7 +33,7 @@ from alto.backbone.padded_rows import PaddedRows
 from alto.backbone.windows import find_patterns, real_patterns, small_windows
 from alto.errors import AltoError, UnsupportedModelError
 
-__all__ = ["probe", "refusing"]
+__all__ = ["check_losses", "probe", "refusing"]
 
 _LENGTHS = (23, 1, 37, 12)
 _CHANGED = 2
@@ -87,6 +87,21 @@ def probe(backbone: PaddingFree, head: OutputHead) -> None:
             if can_widen(model):
                 _compare_in_float32(rows, backbone)
         _set_patterns(real_patterns(patterns, real))
+
+
+def check_losses(backbone: PaddingFree, head: OutputHead) -> None:
+    """Compare the losses alone, in the model's own precision, on rows that are shorter than most windows.
+
+    Raises:
+        UnsupportedModelError: The forward pass differs from the model's own.
+    """
+    with refusing(backbone.model):
+        rows = _Rows(backbone)
+        with torch.no_grad(), head.gathered(), backbone.own_attention():
+            expected_TC = rows.own_losses()
+            with _rounded_anew(backbone.model):
+                noise_TC = rows.own_losses() - expected_TC
+        rows.compare(expected_TC, noise_TC)
 
 
 def _compare_in_float32(rows: _Rows, backbone: PaddingFree) -> None:

@@ -82,6 +82,7 @@ def begin_events(state: TaskState, start: RunStart) -> Iterator[Event]:
             *model_notes(context.backbone.model, configs, task.method),
             *_padding_notes(context.backbone),
             *compile_notes(state),
+            *_fusion_notes(context.backbone),
             *metric_notes(task.metric, task.method, configs),
             *_rung_notes(state),
         ),
@@ -89,6 +90,7 @@ def begin_events(state: TaskState, start: RunStart) -> Iterator[Event]:
         gpu_hour_price=task.search.budget.gpu_hour_price,
         init_adapter=None if context.start is None else context.start.fact,
         refit=None if task.refit is None else refit_fact(task.refit),
+        fused=context.backbone.fusion.described(),
         max_slots=state.slot_manager.num_slots,
         packing=_packing(state),
         early_exit=task.early_exit.resolved().model_dump(mode="json"),
@@ -116,6 +118,7 @@ def resume_event(state: TaskState, start: RunStart) -> TaskResumed:
         versions=_versions(),
         max_slots=state.slot_manager.num_slots,
         num_ranks=state.context.ranks.size,
+        fused=state.context.backbone.fusion.described(),
     )
 
 
@@ -163,6 +166,17 @@ def compile_notes(state: TaskState) -> tuple[str, ...]:
         return (f"{note}.",)
     why = "rows are padded" if state.context.backbone.is_padded else "jobs train biases (bias) or magnitudes (use_dora)"
     return (f"{note}; the others are computed outside of them, in more launches, as {why}.",)
+
+
+def _fusion_notes(backbone: Backbone) -> tuple[str, ...]:
+    """Where a GPU computes the layers of the base without fused kernels, or some of them."""
+    fusion = backbone.fusion
+    if backbone.device.type != "cuda" or not fusion.kept:
+        return ()
+    kept = "; ".join(f"{name}: {why}" for name, why in fusion.kept.items())
+    if fusion.counts:
+        return (f"Some modules of the base model compute as their classes do, without fused kernels ({kept}).",)
+    return (f"No module of the base model is a fused kernel ({kept}).",)
 
 
 def _object_notes(base: BaseModelSpec) -> tuple[str, ...]:

@@ -115,6 +115,7 @@ class Trainer:
             self._backbone.dtype,
             has_dropout=any(config.lora_dropout for config in configs),
             has_adamw=any(config.optim == "adamw_torch" for config in configs),
+            also=self._backbone.sample_kernels,
         )
 
     def forget(self) -> None:

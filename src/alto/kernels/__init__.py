@@ -1,6 +1,6 @@
 """The arithmetic of many adapters on one frozen base: reference, backends, autograd function."""
 
-from alto.kernels.backend import choose_backend
+from alto.kernels.backend import choose_backend, layer_functions_on
 from alto.kernels.dora import (
     FrozenMatrix,
     adapted_norms,
@@ -12,6 +12,7 @@ from alto.kernels.dropout import DropoutKey
 from alto.kernels.forward_table import upload
 from alto.kernels.function import FrozenLayer, GroupedLinear, added_linear, grouped_lora_linear
 from alto.kernels.gradients import GradientSteps, GroupGradients
+from alto.kernels.layer_reference import NormKind
 from alto.kernels.noise import NoiseKey, TokenNoise
 from alto.kernels.operands import VECTOR_SIZE, LoraOperands
 from alto.kernels.row_parts import RowParts
@@ -31,6 +32,7 @@ __all__ = [
     "GroupedLinear",
     "LoraOperands",
     "NoiseKey",
+    "NormKind",
     "RowParts",
     "Segment",
     "SlotTensors",
@@ -42,6 +44,7 @@ __all__ = [
     "dropped_inputs",
     "frozen_product",
     "grouped_lora_linear",
+    "layer_functions_on",
     "rounding_key",
     "scaled_by_magnitude",
     "slot_bias_change",

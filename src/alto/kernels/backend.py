@@ -15,7 +15,7 @@ import torch
 
 from alto.errors import SpecError, UnsupportedError
 
-__all__ = ["choose_backend"]
+__all__ = ["choose_backend", "layer_functions_on"]
 
 _MODULES = {"reference": "reference", "torch": "torch_backend", "triton": "triton_backend"}
 
@@ -41,6 +41,17 @@ def choose_backend(name: str | None = None, *, device: torch.device | str = "cpu
         _check_triton()
     # Imported by name, so that a machine without Triton never imports its kernels.
     return import_module(f"alto.kernels.{_MODULES[name]}")
+
+
+def layer_functions_on(device: torch.device | str = "cpu", *, name: str | None = None) -> ModuleType | None:
+    """:mod:`alto.kernels.layer_functions` where the backend is ``triton``; None where it is another one, with which
+    the layers of a base compute as their classes do.
+
+    Arguments and errors as of :func:`choose_backend`.
+    """
+    if not choose_backend(name, device=device).__name__.endswith(_MODULES["triton"]):
+        return None
+    return import_module("alto.kernels.layer_functions")
 
 
 def _best(device: torch.device) -> str:

@@ -23,15 +23,20 @@ from alto.kernels.forward_table import BLOCK_TOKENS
 
 __all__ = [
     "ADAMW_BLOCK",
+    "MAX_NORM_WIDTH",
     "NORM_SPAN",
     "SPLIT",
     "KernelConfig",
     "adamw_config",
     "backward_weight_config",
+    "cross_entropy_config",
     "expand_config",
     "narrow_dtype",
+    "rms_norm_config",
+    "rotary_config",
     "shrink_config",
     "square_sums_config",
+    "swiglu_config",
     "total_norms_config",
     "working_dtype",
 ]
@@ -46,6 +51,9 @@ ADAMW_BLOCK = 1024
 _NORM_BLOCK, _NORM_TURNS = 1024, 16
 NORM_SPAN = _NORM_BLOCK * _NORM_TURNS
 """Columns whose squares one program sums."""
+
+MAX_NORM_WIDTH = 16384
+"""Widest row that an RMS norm keeps in registers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -150,6 +158,55 @@ def total_norms_config(bank: torch.dtype) -> KernelConfig:
     """Configuration of ``total_norms_kernel``."""
     constants = {"BLOCK": _NORM_BLOCK, "SPAN": NORM_SPAN, "ACCUMULATOR": _exact(bank)}
     return KernelConfig(constants=constants, num_warps=4, num_stages=1)
+
+
+@cache
+def rms_norm_config(width: int, base: torch.dtype) -> KernelConfig:
+    """Configuration of ``rms_norm_kernel`` and ``rms_norm_backward_kernel``, for rows of ``width`` numbers.
+
+    Sixteen numbers for each thread where warps suffice; several narrow rows, as of heads, in one program.
+    """
+    block = max(16, triton.next_power_of_2(width))
+    rows = max(1, 2048 // block)
+    constants = {"ROWS": rows, "BLOCK": block, "ACCUMULATOR": _exact(base)}
+    return KernelConfig(constants=constants, num_warps=min(16, rows * block // 512), num_stages=1)
+
+
+@cache
+def swiglu_config(width: int, base: torch.dtype) -> KernelConfig:
+    """Configuration of ``swiglu_kernel`` and ``swiglu_backward_kernel``, for ``width`` numbers of a token: eight for
+    each thread."""
+    return _of_rows(1024, width, base, num_warps=4)
+
+
+@cache
+def rotary_config(width: int, most_heads: int, base: torch.dtype) -> KernelConfig:
+    """Configuration of ``rotary_kernel``: eight pairs for each thread.
+
+    Args:
+        width: Numbers of a head.
+        most_heads: Of queries or of keys.
+        base: Their dtype.
+    """
+    block = max(16, triton.next_power_of_2(width // 2))
+    heads = min(triton.next_power_of_2(most_heads), max(1, 1024 // block))
+    rows = max(1, 1024 // (heads * block))
+    constants = {"ROWS": rows, "HEADS": heads, "BLOCK": block, "ACCUMULATOR": _exact(base)}
+    return KernelConfig(constants=constants, num_warps=4, num_stages=1)
+
+
+@cache
+def cross_entropy_config(width: int, base: torch.dtype) -> KernelConfig:
+    """Configuration of ``cross_entropy_kernel``, for a vocabulary of ``width``: a program has a row, or several short
+    ones, and a multiprocessor has many programs."""
+    return _of_rows(4096, width, base, num_warps=8)
+
+
+def _of_rows(numbers: int, width: int, base: torch.dtype, *, num_warps: int) -> KernelConfig:
+    """Programs that have ``numbers`` numbers at a time: of one row, or of several that are shorter."""
+    block = max(16, min(numbers, triton.next_power_of_2(width)))
+    constants = {"ROWS": numbers // block, "BLOCK": block, "ACCUMULATOR": _exact(base)}
+    return KernelConfig(constants=constants, num_warps=num_warps, num_stages=1)
 
 
 def _tile(num_narrow: int, wide: torch.dtype, bank: torch.dtype) -> int:

@@ -32,7 +32,7 @@ class Launch:
     """A launch and all that its kernel's compilation depends on.
 
     Attributes:
-        kernel, grid, tensors, sizes, config, constants: As of :func:`launch`.
+        kernel, grid, tensors, sizes, config, counts, constants: As of :func:`launch`.
     """
 
     kernel: Any
@@ -40,6 +40,7 @@ class Launch:
     tensors: tuple[Tensor, ...]
     sizes: tuple[int, ...]
     config: KernelConfig
+    counts: tuple[int, ...]
     constants: dict[str, Any]
 
     @property
@@ -90,7 +91,7 @@ def compiled_launches(launches: Sequence[Launch]) -> Iterator[tuple[int, int]]:
         yield 0, len(left)
     for number, same in enumerate(left.values(), 1):
         for one in same:
-            arguments = (*one.tensors, *one.sizes)
+            arguments = (*one.tensors, *one.sizes, *one.counts)
             compiled = one.kernel.warmup(*arguments, grid=one.grid, **one.constants, **one.config.arguments)
             _compiled[one.key] = compiled, _values_behind(one.kernel, len(arguments), one.config, one.constants)
         yield number, len(left)
@@ -102,9 +103,10 @@ def launch(
     tensors: Sequence[Tensor],
     sizes: Sequence[int],
     config: KernelConfig,
+    counts: Sequence[int] = (),
     **constants: Any,
 ) -> None:
-    """``kernel[grid](*tensors, *sizes, **constants, **config.arguments)``, in a fraction of the time.
+    """``kernel[grid](*tensors, *sizes, *counts, **constants, **config.arguments)``, in a fraction of the time.
 
     Args:
         kernel: A ``triton.jit`` function whose parameters are tensors, whole numbers and constants, in this order.
@@ -112,23 +114,35 @@ def launch(
         tensors: Its tensors, on the current device.
         sizes: Its whole numbers. Each set of values is kept apart: there should not be a new one in every step.
         config: How it is compiled.
+        counts: Its whole numbers below 2³¹ that may change in every step, as numbers of tokens do; the kernel names
+            them in ``do_not_specialize``.
         constants: Constants besides those of ``config``.
     """
     if triton.knobs.runtime.interpret:
-        kernel[grid](*tensors, *sizes, **constants, **config.arguments)
+        kernel[grid](*tensors, *sizes, *counts, **constants, **config.arguments)
         return
     if _collected is not None:
-        one = Launch(kernel=kernel, grid=grid, tensors=(*tensors,), sizes=(*sizes,), config=config, constants=constants)
-        _collected.append(one)
+        _collected.append(
+            Launch(
+                kernel=kernel,
+                grid=grid,
+                tensors=(*tensors,),
+                sizes=(*sizes,),
+                config=config,
+                counts=(*counts,),
+                constants=constants,
+            )
+        )
         return
     key = _key(kernel, tensors, sizes, config, constants)
     found = _compiled.get(key)
     if found is None:
-        compiled = kernel[grid](*tensors, *sizes, **constants, **config.arguments)
-        _compiled[key] = compiled, _values_behind(kernel, len(tensors) + len(sizes), config, constants)
+        compiled = kernel[grid](*tensors, *sizes, *counts, **constants, **config.arguments)
+        num_arguments = len(tensors) + len(sizes) + len(counts)
+        _compiled[key] = compiled, _values_behind(kernel, num_arguments, config, constants)
         return
     compiled, values = found
-    compiled[grid](*tensors, *sizes, *values)
+    compiled[grid](*tensors, *sizes, *counts, *values)
 
 
 def _key(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -14,7 +14,13 @@ __all__ = ["compile_kernels"]
 
 
 def compile_kernels(
-    bank: AdapterBank, optimizer: SlotAdamW, dtype: torch.dtype, *, has_dropout: bool, has_adamw: bool
+    bank: AdapterBank,
+    optimizer: SlotAdamW,
+    dtype: torch.dtype,
+    *,
+    has_dropout: bool,
+    has_adamw: bool,
+    also: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[int, int]]:
     """Compile what passes through the linear layers and steps of ``bank`` launch, one kernel at each turn.
 
@@ -27,6 +33,7 @@ def compile_kernels(
         dtype: Of the base model's activations.
         has_dropout: Whether a job has dropout.
         has_adamw: Whether a job has ``adamw_torch``.
+        also: Launches kernels of the base, which are compiled with them.
 
     Returns:
         Number of kernels that are compiled, and of all; nothing where there is nothing to compile.
@@ -45,6 +52,7 @@ def compile_kernels(
         ops.grouped_backward_weight(x_TK, s_TQ, ys, ds_TQ, operands, schedule)
 
     def run() -> None:
+        also()
         for operands in bank.operands_of_linear():
             for schedule in schedules:
                 run_group(operands, schedule)

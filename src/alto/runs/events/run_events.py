@@ -95,6 +95,9 @@ class TaskStarted:
             elsewhere.
         init_adapter: The saved adapter that every job begins with; None where they begin with new ones.
         refit: The winner of another run that is trained again on all rows, without validation; None elsewhere.
+        fused: How many modules of the base model are fused kernels, by operation, and ``kept``: why others
+            are not, by class, or under ``cross_entropy`` (the losses of tokens), ``layers`` and ``all``; None where the
+            journal does not have it.
         format: Version of the journal's format.
     """
 
@@ -122,6 +125,7 @@ class TaskStarted:
     gpu_hour_price: float | None = None
     init_adapter: StartFact | None = None
     refit: RefitFact | None = None
+    fused: Mapping[str, Any] | None = None
     format: int = field(default=FORMAT, metadata=wire(if_absent=1, always=True))
 
 
@@ -136,6 +140,7 @@ class TaskResumed:
         max_slots: Slots of all ranks from now on; None where the journal does not have it: as before.
         num_ranks: Processes that train the task from now on; None where the journal does not have it: as before.
         base: As of ``task_started``, only where the run began with a version that did not write it.
+        fused: As of ``task_started``.
     """
 
     notes: tuple[str, ...] = field(metadata=wire(if_absent=[]))
@@ -143,6 +148,7 @@ class TaskResumed:
     max_slots: int | None = field(metadata=wire(if_absent=None))
     num_ranks: int | None = field(metadata=wire(if_absent=None))
     base: BaseDescription | None = field(default=None, metadata=wire(damaged_is_none=True))
+    fused: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,87 @@
+"""Operations of a base model's layers in plain PyTorch, with the roundings of transformers' own modules.
+
+Shapes: ``M`` rows, ``H`` numbers of a row; ``B`` rows of ``T`` tokens with ``N`` heads of queries, ``G`` of keys, ``D``
+numbers of a head; ``C`` tokens of a chunk of logits, ``V`` vocabulary.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+__all__ = ["NormKind", "cross_entropy", "rms_norm", "rotary", "swiglu"]
+
+
+class NormKind(IntEnum):
+    """What an RMS norm rounds to the dtype of its input, and when.
+
+    Attributes:
+        ROUNDED: The normalised input, before it is multiplied by the weight (Llama, Qwen, Mistral).
+        FLOAT32: The product alone (OLMo 2, Helium).
+        ONE_PLUS: The product alone, of the normalised input and one plus the weight (Gemma).
+    """
+
+    ROUNDED = 0
+    FLOAT32 = 1
+    ONE_PLUS = 2
+
+
+def rms_norm(x: Tensor, weight_H: Tensor, epsilon: float, kind: NormKind) -> Tensor:
+    """``x / sqrt(mean(x²) + epsilon) · weight`` over the last dimension, computed in float32 or wider.
+
+    Args:
+        x: ``[..., H]``.
+        weight_H: Of the dtype of ``x``.
+        epsilon: Added to the mean.
+        kind: What is rounded when.
+    """
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
+    if kind is NormKind.ROUNDED:
+        return weight_H * normed.to(x.dtype)
+    weight_H = weight_H.to(wide.dtype)
+    return (normed * (1.0 + weight_H if kind is NormKind.ONE_PLUS else weight_H)).to(x.dtype)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """``silu(gate) · up``; the activation is rounded before the product."""
+    return F.silu(gate) * up
+
+
+def rotary(q_BNTD: Tensor, k_BGTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys rotated by the positions of their tokens: ``x cos + (-x2, x1) sin`` of heads ``x = (x1, x2)``,
+    in the wider of both dtypes, and then in that of the input.
+
+    Args:
+        q_BNTD: Queries.
+        k_BGTD: Keys.
+        cos_BTD: Of every token; one row of tokens may stand for all ``B``.
+        sin_BTD: As ``cos_BTD``.
+    """
+    cos, sin = cos_BTD[:, None], sin_BTD[:, None]
+
+    def rotated(x: Tensor) -> Tensor:
+        x1, x2 = x.chunk(2, dim=-1)
+        return (x * cos + torch.cat((-x2, x1), dim=-1) * sin).to(x.dtype)
+
+    return rotated(q_BNTD), rotated(k_BGTD)
+
+
+def cross_entropy(logits_CV: Tensor, targets_C: Tensor, gradient_CV: Tensor | None = None) -> Tensor:
+    """``logsumexp(logits) - logits[target]`` of every token, ``[C]``, computed in float32 or wider.
+
+    Args:
+        logits_CV: Logits.
+        targets_C: Target token ids.
+        gradient_CV: Overwritten with the gradient of every token's loss towards its logits; may be ``logits_CV``.
+    """
+    log_probabilities = F.log_softmax(logits_CV, dim=1, dtype=torch.promote_types(logits_CV.dtype, torch.float32))
+    losses_C = log_probabilities.gather(1, targets_C[:, None]).squeeze(1).neg_()
+    if gradient_CV is not None:
+        gradient = log_probabilities.exp_()
+        gradient.scatter_add_(1, targets_C[:, None], gradient.new_full((len(gradient), 1), -1.0))
+        gradient_CV.copy_(gradient)
+    return losses_C
