@@ -165,7 +165,7 @@ class TestTokenizer:
     def test_no_file_of_one(self, folder: Path) -> None:
         for path in (*folder.glob("tokenizer*"), *folder.glob("*.jinja")):
             path.unlink()
-        assert_refused(folder, "tokenizer.json")
+        assert_refused(folder, "tokenizer.json", "found no such file; save the tokenizer")
 
 
 class TestWeights:

@@ -102,3 +102,26 @@ def test_places_of_the_paper_are_a_share_of_those_ranked_at_the_rung() -> None:
     standings = [Standing(job=f"{number}", step=1, validation_loss=float(number)) for number in range(10)]
     policy = policy_from(EarlyExit(policy="paper", rungs=((0.025, 0.5), (0.05, 0.2))))
     assert len(policy.select(1, standings, 40).kept) == 2
+
+
+@pytest.mark.parametrize(
+    ("num_configurations", "ending"),
+    [
+        (1, []),
+        (2, [0.5]),
+        (3, [0.2, 0.5]),
+        (6, [0.05, 0.1, 0.2, 0.5]),
+        (8, [0.05, 0.1, 0.2, 0.5]),
+        (9, [0.01, 0.05, 0.1, 0.2, 0.5]),
+        (96, [0.01, 0.025, 0.05, 0.1, 0.2, 0.5]),
+    ],
+)
+def test_rungs_with_a_place_for_every_job_end_none(num_configurations: int, ending: list[float]) -> None:
+    rungs = policy_from(EarlyExit()).ending_rungs(num_configurations)
+    assert [rung.progress for rung in rungs] == ending
+
+
+def test_the_paper_counts_places_among_those_that_are_left() -> None:
+    paper = policy_from(EarlyExit(policy="paper", rungs=[(0.05, 0.5), (0.1, 0.5), (0.2, 0.5)]))
+    assert [rung.progress for rung in paper.ending_rungs(3)] == [0.05, 0.1]
+    assert paper.ending_rungs(1) == ()

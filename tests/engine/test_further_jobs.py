@@ -106,6 +106,9 @@ def test_the_journal_of_both_parts_is_one_run(finished: RunDir) -> None:
     assert events[: len(before)] == before, "nothing of the finished run is cut"
     names = [event["event"] for event in events[len(before) :]]
     assert names[0] == "task_resumed"
+    note = events[len(before)]["notes"][0]
+    assert "will be" not in note, "the note stays with the run when it has ended again"
+    assert note.startswith("The run was finished and a command continued it")
     assert "job_added" in names
     assert names[-1] == "task_completed"
     assert [entry.is_replayed for entry in seen] == [True] * len(before) + [False] * (len(events) - len(before))

@@ -48,6 +48,17 @@ def test_attempts_are_numbered_by_order_though_the_journal_counts_anew():
     ]
 
 
+def test_a_notice_is_not_repeated_by_every_plan():
+    plan = {"event": "planned", "method": "lpt", "status": "heuristic", "reason": "a submitted"}
+    plan |= {"makespan_s": 20.0, "bound_s": 20.0, "placements": []}
+    events = [{**plan, "time": float(time), "notice": notice} for time, notice in enumerate(["why", "why", "", "why"])]
+    view = PlainQueueView(io.StringIO())
+    for each in entries([RESUMED[0], *events]):
+        view.observe(each)
+    planned = [line for line in view._stream.getvalue().splitlines() if "planned by" in line]
+    assert ["note: why" in line for line in planned] == [True, False, False, True]
+
+
 def screen_of(view: LiveQueueView, *, width: int, height: int = 30) -> list[str]:
     console = Console(width=width, height=height)
     with console.capture() as screen:

@@ -137,6 +137,22 @@ def test_columns_that_a_narrow_window_hides_are_hinted_at(small_run, open_report
     assert narrow.evaluate("document.documentElement.scrollWidth") <= 420
 
 
+def test_figures_keep_their_heights_when_the_window_is_resized(small_run, open_report):
+    page = open_report(small_run)
+    overlaps = """() => [...document.querySelectorAll(".figure")].filter(
+      (figure) => figure.clientHeight < figure._fullLayout.height).map((figure) => figure.id)"""
+    widths = {
+        figure.get_attribute("id"): figure.locator(".main-svg").first.get_attribute("width")
+        for figure in page.locator(".figure").all()
+    }
+    assert page.evaluate(overlaps) == []
+    page.set_viewport_size({"width": 420, "height": 900})
+    for figure in page.locator(".figure").all():
+        drawn = figure.locator(".main-svg").first
+        playwright.expect(drawn).not_to_have_attribute("width", widths[figure.get_attribute("id")])
+    assert page.evaluate(overlaps) == []
+
+
 def test_a_button_copies_the_configuration(small_run, open_report):
     page = open_report(small_run)
     button = page.locator("[data-copy=configuration]")

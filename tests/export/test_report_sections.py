@@ -21,6 +21,7 @@ from alto.errors import RunWriteError, SpecError
 from alto.export import final_summary, write_comparison
 from alto.export.rates import rate_figure
 from alto.export.report import write_report
+from alto.export.samples import describe_samples
 from alto.export.tables import job_table
 from alto.runs import RunHistory
 from alto.runs.device_hours import PRICE_VARIABLE, device_hours, price_of_hour
@@ -63,6 +64,16 @@ def test_without_samples_there_is_no_section(small_run, write_run):
     page = page_of(write_run(small_run))
     assert page.tags.count("article") == 0
     assert "continued greedily" not in page.text
+
+
+def test_samples_of_a_refit_are_of_rows_that_it_trained(small_run, write_run):
+    small_run[0]["refit"] = {"run": "/runs/first", "job": "d", "steps": 10}
+    events = with_samples(small_run, {**SAMPLE, "adapters": {"d": "#### 6"}})
+    text = page_of(write_run(events)).text
+    assert "first 1 validation rows of the first run, which this one trains too, continued" in text
+    assert "next best" not in text
+    shown = "1 prompt of rows that are trained too, continued by the base and d"
+    assert describe_samples(RunHistory.of(entries(events))) == shown
 
 
 def test_samples_that_could_not_be_generated_have_a_reason(small_run, write_run):

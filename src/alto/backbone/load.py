@@ -123,8 +123,15 @@ def load_tokenizer(spec: BaseModelSpec) -> Any:
 def _read_tokenizer(spec: BaseModelSpec) -> Any:
     config, path = load_config(spec), resolve_model(spec.id)
     remedy = "save the tokenizer the model was trained with beside it (tokenizer.save_pretrained)"
-    with reading(spec.id, path, "a tokenizer (tokenizer.json, tokenizer_config.json)", remedy):
-        return AutoTokenizer.from_pretrained(path, config=config, trust_remote_code=spec.trust_remote_code)
+    what = "a tokenizer (tokenizer.json, tokenizer_config.json)"
+    try:
+        with reading(spec.id, path, what, remedy):
+            return AutoTokenizer.from_pretrained(path, config=config, trust_remote_code=spec.trust_remote_code)
+    except ModelError as error:
+        # Some tokenizers have files of other names, so that only a failure shows that there is none.
+        if Path(path).is_dir() and not any(Path(path).glob("tokenizer*")):
+            raise type(error)(f"model: expected {what} in {spec.id!r}, found no such file; {remedy}") from error
+        raise
 
 
 def _check_template(text: str) -> None:

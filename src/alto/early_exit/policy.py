@@ -68,17 +68,28 @@ class Policy:
         """
         known = configuration_of or {}
         num_ranked = len({known.get(standing.job, standing.job) for standing in standings})
-        if self.equal_shares:
-            places = places_at(self.rungs, rung_index, num_entered or num_ranked)
-        else:
-            places = places_at((self.rungs[rung_index],), 0, num_ranked)
         return underperformance.select(
-            places,
+            self._places(rung_index, num_entered or num_ranked, num_ranked),
             standings,
             is_finish=self.rungs[rung_index].max_kept is not None,
             configuration_of=known,
             failed=failed,
         )
+
+    def ending_rungs(self, num_configurations: int) -> tuple[Rung, ...]:
+        """The rungs that end a job of ``num_configurations`` that all enter, where nothing else ends one."""
+        found, num_left = [], num_configurations
+        for index, rung in enumerate(self.rungs):
+            places = self._places(index, num_configurations, num_left)
+            if places < num_left:
+                found.append(rung)
+                num_left = places
+        return tuple(found)
+
+    def _places(self, rung_index: int, num_entered: int, num_ranked: int) -> int:
+        if self.equal_shares:
+            return places_at(self.rungs, rung_index, num_entered)
+        return places_at((self.rungs[rung_index],), 0, num_ranked)
 
 
 def policy_from(settings: EarlyExit) -> Policy:

@@ -71,7 +71,7 @@ def rung_notes(
     warmup.
 
     Args:
-        rungs: Rungs of the task.
+        rungs: Rungs of the task that may end a job.
         total_steps: Steps of every job.
         lr_warmup_shares: Share of its steps in which the learning rate of every job rises.
     """

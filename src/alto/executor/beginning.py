@@ -190,9 +190,12 @@ def _object_notes(base: BaseModelSpec) -> tuple[str, ...]:
 
 
 def _rung_notes(state: TaskState) -> tuple[str, ...]:
-    jobs = state.jobs.values()
+    jobs, policy, task = state.jobs.values(), state.context.policy, state.context.task
+    rungs = policy.rungs
+    if task.search.algorithm == "grid":  # others add jobs, so that any rung may end some
+        rungs = policy.ending_rungs(len({task.repetitions.get(job, job) for job in state.jobs}))
     rises = [job.config.lr_warmup_share(job.total_steps) for job in jobs]
-    return rung_notes(state.context.policy.rungs, [job.total_steps for job in jobs], rises)
+    return rung_notes(rungs, [job.total_steps for job in jobs], rises)
 
 
 def _profile(forecast: TaskPlan) -> ProfileMeasured:

@@ -162,7 +162,7 @@ def recover(run: RunDir) -> ResumeState:
     notes = _notes(sum(other > end for other in ends), from_beginning=not end)
     if has_result:
         end = len(entries)  # the result follows its last checkpoint, and changes no state
-        notes += ("The run was finished; a command adds jobs to it, and its result will be renewed.",)
+        notes += ("The run was finished and a command continued it; its result is that of all its jobs together.",)
     if is_cut:
         notes += ("The journal has a damaged line; the events after it are lost.",)
     if is_damaged:

@@ -297,9 +297,9 @@ def _line(progress: QueueProgress, event: events.Event) -> str | None:
         case events.SchedulePlanned():
             plan = queue.plans[-1]
             made = f"planned by {plan.method} ({plan.status}; {clean(plan.reason)})"
-            return f"{made}: about {format_duration(plan.makespan_s)} left" + (
-                f"; note: {clean(plan.notice)}" if plan.notice else ""
-            )
+            is_known = len(queue.plans) > 1 and queue.plans[-2].notice == plan.notice
+            notice = f"; note: {clean(plan.notice)}" if plan.notice and not is_known else ""
+            return f"{made}: about {format_duration(plan.makespan_s)} left{notice}"
         case events.ExecutorStarted(task=task):
             attempt = queue.tasks[task].attempts[-1].number
             gpus = ", ".join(f"{gpu.node}:{gpu.index}" for gpu in event.gpus)

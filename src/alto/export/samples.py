@@ -26,7 +26,11 @@ def describe_samples(history: RunHistory) -> str:
         return ""
     *others, last = ["the base", *map(clean, history.samples[0].adapters)]
     by = f"{', '.join(others)} and {last}" if others else last
-    return f"{format_count_of(len(history.samples), 'validation prompt')} continued by {by}"
+    if history.refit is not None:  # their rows are trained here
+        prompts = f"{format_count_of(len(history.samples), 'prompt')} of rows that are trained too,"
+    else:
+        prompts = format_count_of(len(history.samples), "validation prompt")
+    return f"{prompts} continued by {by}"
 
 
 def samples_text(history: RunHistory) -> list[RenderableType]:

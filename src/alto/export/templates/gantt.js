@@ -59,6 +59,7 @@
         },
       };
     });
+    document.getElementById("gantt").style.height = layout.height + "px"; // else it shrinks when the window is resized
     return Plotly.react("gantt", traces, layout, config);
   }
 

@@ -42,6 +42,12 @@
     });
   }
 
+  // A box without a height of its own shrinks to its least height when the window is resized; sections would overlap.
+  function show(id, traces, layout, settings) {
+    document.getElementById(id).style.height = layout.height + "px";
+    return Plotly.react(id, traces, layout, settings);
+  }
+
   function drawCurves(id) {
     const figure = figures[id];
     // Labels of rungs stand above the plot area, where no curve runs; those of neighbours on three heights.
@@ -64,7 +70,7 @@
       x: scale === "log" ? Math.log10(x) : x, y: 1, yref: "paper", yanchor: "bottom", yshift: 18 * (index % 3),
       showarrow: false, text: text, font: { size: 12 },
     }));
-    return Plotly.react(id, figure.traces.map(styledCurve), layout, config);
+    return show(id, figure.traces.map(styledCurve), layout, config);
   }
 
   // Between two axes a line eases from one height to the next, and can be pointed at on all its way.
@@ -107,7 +113,7 @@
       type: "scatter", mode: "lines", hovertemplate: "%{text}<extra></extra>",
       line: { color: colour(trace.meta.role), width: trace.meta.role === "best" ? 3.5 : 1.4, dash: trace.meta.role === "not-finite" ? "dot" : "solid" },
     }));
-    return Plotly.react("parallel", traces, layout, Object.assign({}, config, { displayModeBar: false }));
+    return show("parallel", traces, layout, Object.assign({}, config, { displayModeBar: false }));
   }
 
   function drawRates() {
@@ -127,7 +133,7 @@
         line: { color: colour("paper"), width: 1 },
       },
     }));
-    return Plotly.react("rates", traces, layout, config);
+    return show("rates", traces, layout, config);
   }
 
   function drawSlots() {
@@ -154,7 +160,7 @@
       marker: { color: colour(trace.meta.role), line: { color: colour("paper"), width: 1 } },
       textfont: { size: 11, color: colour(["underperforming", "pending"].includes(trace.meta.role) ? "on-quiet" : "paper") },
     }));
-    return Plotly.react("slots", traces, layout, config);
+    return show("slots", traces, layout, config);
   }
 
   function draw() {
