@@ -13,7 +13,7 @@ from architectures import ARCHITECTURES, SIZES, build_tiny
 from layer_kernels import functions
 from tiny import load_tokenizer
 from torch import Tensor, nn
-from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+from transformers import MixtralConfig, MixtralForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
 from transformers.models.cohere.modeling_cohere import CohereAttention
 from transformers.models.glm.modeling_glm import GlmAttention
 from transformers.models.llama import modeling_llama
@@ -294,6 +294,14 @@ def test_what_is_compiled_before_the_first_step_is_what_it_launches(name: str, m
     launched.append(set())
     backbone.sample_kernels()
     assert launched[-1] == launched[-2] != set()
+
+
+def test_where_rounding_leads_to_another_expert_float32_decides() -> None:
+    config = MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2)
+    torch.manual_seed(0)
+    model = MixtralForCausalLM(config).to(DEVICE, torch.bfloat16)
+    backbone = Backbone(model, None, "tiny")  # type: ignore[arg-type]
+    assert backbone.fusion.described() == {"rms_norm": 5, "rotary": 2, "cross_entropy": 1, "kept": {}}
 
 
 def test_where_the_whole_model_differs_nothing_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,11 +36,16 @@ class Rotation:
     Args:
         function: The function.
         functions: :mod:`alto.kernels.layer_functions`.
-        angles: Dtypes of cosines with which the kernel's numbers are those of ``function``, for every dtype.
+        dtypes: Of queries and cosines, pairs with which the kernel's numbers are those of ``function``.
     """
 
-    def __init__(self, function: Callable[..., Any], functions: ModuleType, angles: frozenset[torch.dtype]) -> None:
-        self._function, self._functions, self._angles = function, functions, angles
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        functions: ModuleType,
+        dtypes: frozenset[tuple[torch.dtype, torch.dtype]],
+    ) -> None:
+        self._function, self._functions, self._dtypes = function, functions, dtypes
         self.why_not = ""
         self.is_observed = False
         self._seen: set[tuple[Any, ...]] = set()
@@ -71,7 +76,7 @@ class Rotation:
         widths = {x.shape[-1] for x in (q, k, cos, sin)}
         if len(widths) > 1 or widths.pop() % 2:
             return f"heads of {q.shape[-1]} numbers have {cos.shape[-1]} cosines"
-        if q.dtype != k.dtype or cos.dtype != sin.dtype or cos.dtype not in self._angles:
+        if q.dtype != k.dtype or cos.dtype != sin.dtype or (q.dtype, cos.dtype) not in self._dtypes:
             return f"queries are {q.dtype}, cosines {cos.dtype}"
         return ""
 
@@ -136,10 +141,12 @@ def fused_rotation(
             return f"its forward pass has a decorator of {wrapper.__globals__['__name__']}"
         wrapper = wrapper.__wrapped__
     own = function.__globals__[_NAME]
-    angles = frozenset(angle for angle in (dtype, torch.float32) if _is_same(own, functions, dtype, angle, device))
-    if not angles:
+    wide = torch.float32  # of some models' cosines; and of everything where a model is checked in float32
+    pairs = dict.fromkeys([(dtype, dtype), (dtype, wide), (wide, wide)])
+    dtypes = frozenset(pair for pair in pairs if _is_same(own, functions, *pair, device))
+    if not any(of_queries == dtype for of_queries, _ in dtypes):
         return "its rotation is another one"
-    rotation = Rotation(own, functions, angles)
+    rotation = Rotation(own, functions, dtypes)
     made = FunctionType(
         function.__code__,
         {**function.__globals__, _NAME: rotation},
