@@ -68,13 +68,11 @@ class _GroupedLoraLinear(torch.autograd.Function):
         if ctx.is_adapted:
             x_TK, s_TQ = ctx.saved_tensors
             dx_TK = torch.empty_like(x_TK) if ctx.needs_input_grad[0] else None
-            ds_TQ = ctx.ops.grouped_backward_input(dys, ctx.operands, dx_TK, ctx.schedule)
+            ctx.ops.grouped_backward(x_TK, s_TQ, dys, ctx.operands, dx_TK, ctx.schedule)
         if ctx.needs_input_grad[0]:
             # A quantised base dequantises its weight at each use: one at a time, and none is kept.
             for dy_TN, base in zip(dys, ctx.bases, strict=True):
                 dx_TK = base.backward(dy_TN, dx_TK)
-        if ctx.is_adapted:
-            ctx.ops.grouped_backward_weight(x_TK, s_TQ, dys, ds_TQ, ctx.operands, ctx.schedule)
         return dx_TK, None, None, None, None, None
 
 
