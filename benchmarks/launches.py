@@ -102,8 +102,7 @@ def group_pass(number: int, in_features: int, out_features: tuple[int, ...], num
     def run() -> None:
         s_TQ = triton_backend.grouped_shrink(x_TK, operands, schedule)
         triton_backend.grouped_expand(s_TQ, operands, ys, schedule)
-        ds_TQ = triton_backend.grouped_backward_input(ys, operands, x_TK, schedule)
-        triton_backend.grouped_backward_weight(x_TK, s_TQ, ys, ds_TQ, operands, schedule)
+        triton_backend.grouped_backward(x_TK, s_TQ, ys, operands, x_TK, schedule)
 
     return run
 

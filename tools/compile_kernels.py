@@ -38,18 +38,21 @@ from alto.kernels.triton_config import (
     KernelConfig,
     adamw_config,
     backward_weight_config,
+    dy_config,
     expand_config,
     narrow_dtype,
     shrink_config,
     square_sums_config,
+    summed_norms_config,
     total_norms_config,
     working_dtype,
 )
 from alto.kernels.triton_kernels.adamw import adamw_kernel
-from alto.kernels.triton_kernels.backward_weight import da_kernel, db_kernel
+from alto.kernels.triton_kernels.backward_weight import da_kernel
+from alto.kernels.triton_kernels.dy import dy_kernel
 from alto.kernels.triton_kernels.expand import dx_kernel, expand_kernel
-from alto.kernels.triton_kernels.norms import square_sums_kernel, total_norms_kernel
-from alto.kernels.triton_kernels.shrink import ds_kernel, shrink_kernel
+from alto.kernels.triton_kernels.norms import square_sums_kernel, summed_norms_kernel, total_norms_kernel
+from alto.kernels.triton_kernels.shrink import shrink_kernel
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "kernels-compiled.md"
 
@@ -73,14 +76,14 @@ SHARED_LIMIT = 99 * 1024
 PRODUCTS = {
     "shrink": (shrink_kernel, shrink_config),
     "expand": (expand_kernel, lambda _, wide, bank: expand_config(wide, bank)),
-    "ds": (ds_kernel, shrink_config),
+    "dy": (dy_kernel, dy_config),
     "dx": (dx_kernel, lambda _, wide, bank: expand_config(wide, bank)),
     "da": (da_kernel, backward_weight_config),
-    "db": (db_kernel, backward_weight_config),
 }
 OF_ROWS = {
     "square sums": (square_sums_kernel, square_sums_config),
     "total norms": (total_norms_kernel, total_norms_config),
+    "summed norms": (summed_norms_kernel, summed_norms_config),
     "adamw": (adamw_kernel, adamw_config),
 }
 
@@ -129,6 +132,7 @@ class Build:
             "IS_SPLIT": self.split,
             "HAS_WORKING": has_working,
             "ROUNDS_AT_RANDOM": self.rounds,
+            "HAS_SUMS": True,
         }
         signature, constants, attributes = {}, {}, {}
         for index, name in enumerate(self.kernel.arg_names):
@@ -155,7 +159,7 @@ class Build:
             # Where there is one part, the narrow tensor itself.
             assert self.wide is not None
             return "*fp32" if self.split else POINTERS[narrow_dtype(self.wide, self.bank)]
-        if name.startswith(("blocks_", "segments_", "adds_", "counters")):
+        if name.startswith(("blocks_", "chunks_", "segments_", "items_", "adds_", "counters")):
             return "*i32"
         if name.startswith(("places_", "rows_")):
             return "*i64"
@@ -239,11 +243,11 @@ def page(lines: Iterable[str]) -> str:
             "resources, not speeds.",
             "",
             "Tiles are narrow × tokens × wide columns. Narrow are the ranks of a slot; in `shrink`, `dx` and `da` of",
-            "all modules that share an input. More of them launch, or loop over, more tiles. `ds` and `dx` are the",
-            "launches of `grouped_backward_input`, `da` and `db` those of `grouped_backward_weight`, `square sums` and",
-            "`total norms` those of `row_norms`. With `parts`, sums are over more than 2,048 wide columns. With",
-            "`bfloat16 moments`, AdamW rounds them at random (`optim_state_dtype: bfloat16`). Adapters lie where",
-            "vectors may begin, as of ranks divisible by 8.",
+            "all modules that share an input. More of them launch, or loop over, more tiles. `dy`, `dx` and `da` are",
+            "the launches of `grouped_backward`; `dy` computes `ds` and `db`, and its tiles are those of `ds`. `square",
+            "sums` and `total norms` are those of `row_norms`, `summed norms` that of `summed_norms`. With `parts`,",
+            "sums are over more than 2,048 wide columns. With `bfloat16 moments`, AdamW rounds them at random",
+            "(`optim_state_dtype: bfloat16`). Adapters lie where vectors may begin, as of ranks divisible by 8.",
             "",
             "`rms norm`, `swiglu`, `rotary` and `losses` are of the base's layers and output head: their dtype is the",
             "base's, their tiles are rows × columns, of `rotary` tokens × heads × pairs.",

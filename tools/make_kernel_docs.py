@@ -27,7 +27,8 @@ train on GSM8K's lengths, on a bfloat16 base, in float32. What a program takes o
 
 A kernel takes the longest of four times: its bytes from **memory**; what its programs load from **L2**; its
 **products**; and the **busiest SM** (multiprocessor), where there are few programs. The floor of a step is the frozen
-base and 36 bytes a parameter of the adapters at full bandwidth.
+base and 36 bytes a parameter of the adapters at full bandwidth. Caches keep nothing from one kernel to the next; within
+`dy` (`ds` and `db`) the second read of the upstream gradient comes from L2.
 """
 
 

@@ -5,6 +5,12 @@ load over the bandwidth of the L2 cache; its products over the rate of the matri
 with programs dealt out in order to whichever is free first. A frozen GEMM takes the longer of its products and its
 bytes. Nothing overlaps with anything else, caches keep nothing from one kernel to the next, and the host is free.
 
+Within one launch the L2 cache keeps what two programs read that start close to each other: ``dy`` reads the upstream
+gradient of a slot and of ``PART`` columns twice, and from memory once if that is at most ``KEPT_BYTES``. These are an
+eighth of the cache: half of it, because on A100 and H100 each of its two partitions may hold a copy of what
+multiprocessors of both read (NVIDIA's whitepapers), and of that a quarter, because programs of several slots are under
+way at once. All loads count towards the bandwidth of L2, wherever they come from.
+
 Every program is counted as the backend launches it: ``model_gate`` compares the grids.
 """
 
@@ -13,14 +19,16 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 __all__ = ["H200", "VERSIONS", "Chip", "Group", "KernelTime", "StepModel", "Version", "llama_groups"]
 
 BLOCK_TOKENS = 64
-GRADIENT_TILE = 64
-"""Wide columns of a program of ``da`` and ``db``."""
+SMALL_TILE = 64
+"""Rows of a program whose slot may have more than ``NARROW_TILE // 2`` narrow columns: it has registers for no more."""
+KEPT_BYTES = 50e6 / 8
+"""That programs of one launch find in the L2 cache again, of the 50 MB of an H200."""
 NARROW_TILE = 256
 """Most columns of a program on the narrow side, of 16-bit products."""
 PART = 2048
@@ -92,7 +100,12 @@ class Version:
         overwrites_gradients: The first product of a step overwrites a gradient; else all are added to zeros, to which
             the optimizer has set it.
         has_parts: Sums over more than ``PART`` wide columns are cut into parts, a program each.
-        reads_norms: The clipping norm is a pass of its own over the gradients.
+        reads_norms: The clipping norm is a pass of its own over the gradients; else the kernels of the gradients leave
+            the sum of squares of every tile.
+        chunk_tokens: Tokens for which a program of ``expand`` and ``dx`` reads its part of an adapter once.
+        reads_dy_once: ``ds`` and ``db`` are one launch, ``dy``.
+        ds_tokens: Tokens of a program of ``ds``.
+        gradient_tile: Wide columns of a program of ``da`` and ``db``.
         moment_bytes: Of a number of the state of AdamW.
     """
 
@@ -103,6 +116,10 @@ class Version:
     overwrites_gradients: bool = False
     has_parts: bool = False
     reads_norms: bool = True
+    chunk_tokens: int = BLOCK_TOKENS
+    reads_dy_once: bool = False
+    ds_tokens: int = BLOCK_TOKENS
+    gradient_tile: int = SMALL_TILE
     moment_bytes: int = 4
 
     @property
@@ -114,45 +131,25 @@ class Version:
         return FLOOR_BYTES + copied - saved - 4 * (ADAPTER_BYTES - self.moment_bytes)
 
 
+_COPIES = Version(reads_outputs=False, output_tile=128, narrow_bytes=2, weight_bytes=2, overwrites_gradients=True)
+_NORMS = replace(_COPIES, has_parts=True, reads_norms=False)
+_NOW = replace(_NORMS, chunk_tokens=256, reads_dy_once=True, ds_tokens=128, gradient_tile=128)
+
 VERSIONS: Mapping[str, Version] = {
     "before": Version(reads_outputs=True, output_tile=64, narrow_bytes=4, weight_bytes=4),
     "outputs first": Version(reads_outputs=False, output_tile=64, narrow_bytes=4, weight_bytes=4),
     "16-bit products": Version(reads_outputs=False, output_tile=128, narrow_bytes=2, weight_bytes=4),
-    "overwritten gradients": Version(
-        reads_outputs=False, output_tile=128, narrow_bytes=2, weight_bytes=4, overwrites_gradients=True
-    ),
-    "16-bit copies of the adapters": Version(
-        reads_outputs=False, output_tile=128, narrow_bytes=2, weight_bytes=2, overwrites_gradients=True
-    ),
-    "now": Version(
-        reads_outputs=False,
-        output_tile=128,
-        narrow_bytes=2,
-        weight_bytes=2,
-        overwrites_gradients=True,
-        has_parts=True,
-    ),
-    "with norms out of da and db": Version(
-        reads_outputs=False,
-        output_tile=128,
-        narrow_bytes=2,
-        weight_bytes=2,
-        overwrites_gradients=True,
-        has_parts=True,
-        reads_norms=False,
-    ),
-    "now, with bfloat16 moments": Version(
-        reads_outputs=False,
-        output_tile=128,
-        narrow_bytes=2,
-        weight_bytes=2,
-        overwrites_gradients=True,
-        has_parts=True,
-        moment_bytes=2,
-    ),
+    "overwritten gradients": replace(_COPIES, weight_bytes=4),
+    "16-bit copies of the adapters": _COPIES,
+    "sums in parts": replace(_COPIES, has_parts=True),
+    "norms out of da and db": _NORMS,
+    "adapters read once for 256 tokens": replace(_NORMS, chunk_tokens=256),
+    "ds and db in one launch": replace(_NORMS, chunk_tokens=256, reads_dy_once=True),
+    "now": _NOW,
+    "now, with bfloat16 moments": replace(_NOW, moment_bytes=2),
 }
-"""In the order in which they were or would be made; norms out of ``da`` and ``db`` do not exist. Last what
-``optim_state_dtype: bfloat16`` makes of those of now."""
+"""In the order in which they were made; that of now has tiles of 128 in ``dy`` and ``da``. Last what
+``optim_state_dtype: bfloat16`` makes of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,7 +240,9 @@ class StepModel:
         for lengths in self.passes:
             adapters += sum(kernel.seconds for kernel in self.kernels(lengths, trained))
             trained = [before or length > 0 for before, length in zip(trained, lengths, strict=True)]
-        optimizer = self.version.optimizer_bytes * self.num_params / self.chip.bytes_per_s + 3 * self.chip.launch_s
+        num_launches = 3 if self.version.reads_norms else 2
+        optimizer = self.version.optimizer_bytes * self.num_params / self.chip.bytes_per_s
+        optimizer += self._sums_bytes / self.chip.bytes_per_s + num_launches * self.chip.launch_s
         accumulates = not self.version.reads_outputs
         return self._frozen(accumulates=accumulates) + layers * adapters + optimizer
 
@@ -251,6 +250,18 @@ class StepModel:
     def frozen_s(self) -> float:
         """The base alone, forward and backward of activations."""
         return self._frozen(accumulates=False)
+
+    @property
+    def _sums_bytes(self) -> float:
+        """Of the sums of squares that a step writes and reads."""
+        if self.version.reads_norms:
+            return 0.0
+        groups, largest, num_tiles = llama_groups(self.shape), max(self.ranks), 0
+        for group in groups:
+            members = len(group.out_features)
+            for wide, most in [(group.in_features, members * largest), *((n, largest) for n in group.out_features)]:
+                num_tiles += math.ceil(wide / _rows(self.version.gradient_tile, most))
+        return 2.0 * ADAPTER_BYTES * len(self.ranks) * num_tiles * self.shape["num_hidden_layers"]
 
     def kernels(self, lengths: Sequence[int], trained: Sequence[bool] | None = None) -> list[KernelTime]:
         """The adapters' launches of one layer in a pass of ``lengths`` tokens.
@@ -292,12 +303,13 @@ class StepModel:
         k, ns, members = group.in_features, group.out_features, len(group.out_features)
         jobs = [(rank, length) for rank, length in zip(self.ranks, lengths, strict=True) if length]
         tokens = sum(length for _, length in jobs)
-        blocks = [
-            (rank, min(BLOCK_TOKENS, length - first))
-            for rank, length in jobs
-            for first in range(0, length, BLOCK_TOKENS)
-        ]
         version = self.version
+
+        def blocks_of(most: int) -> list[tuple[int, int]]:
+            """Rank and tokens of every block of up to ``most`` tokens."""
+            return [(rank, min(most, length - first)) for rank, length in jobs for first in range(0, length, most)]
+
+        blocks, chunks = blocks_of(BLOCK_TOKENS), blocks_of(version.chunk_tokens)
         narrow = members * sum(rank * length for rank, length in jobs) * version.narrow_bytes
         num_a, num_bs = sum(members * rank for rank, _ in jobs) * k, sum(rank for rank, _ in jobs) * sum(ns)
         a, bs = num_a * version.weight_bytes, num_bs * version.weight_bytes
@@ -312,43 +324,45 @@ class StepModel:
         widest = members * max(self.ranks)
         q_tiles, r_tiles = math.ceil(widest / NARROW_TILE), math.ceil(max(self.ranks) / NARROW_TILE)
 
-        def narrow_programs(wide_sizes: Sequence[int], per_rank: int) -> list[tuple[float, float]]:
+        def narrow_programs(wide_sizes: Sequence[int], per_rank: int, block_tokens: int) -> list[tuple[float, float]]:
             """Of every block and part of a wide size: it reads both sides, and stores narrow columns. Of several parts
             each stores a plane in float32, which one of them reads."""
             found = []
             for wide in wide_sizes:
                 sizes = _tiles(wide, PART) if version.has_parts else [wide]
                 plane = 2 * ADAPTER_BYTES if len(sizes) > 1 else 0
-                for rank, rows in blocks:
+                for rank, rows in blocks_of(block_tokens):
                     for columns in _tiles(rank * per_rank, NARROW_TILE):
                         for size in sizes:
                             moved = TOKEN_BYTES * rows * size + columns * version.weight_bytes * size
                             moved += columns * rows * (version.narrow_bytes / len(sizes) + plane)
-                            found.append((moved, 2.0 * BLOCK_TOKENS * size * _padded(columns)))
+                            found.append((moved, 2.0 * block_tokens * size * _padded(columns)))
             return found
 
         def wide_programs(wide: int, per_rank: int, passes: int) -> list[tuple[float, float]]:
-            """Of every block and tile of wide columns; ``passes`` over the output."""
+            """Of every chunk and tile of wide columns; ``passes`` over the output."""
             found = []
-            for rank, rows in blocks:
+            for rank, rows in chunks:
                 columns = rank * per_rank
                 tile = version.output_tile
                 moved = columns * (version.narrow_bytes * rows + version.weight_bytes * tile)
                 moved += passes * TOKEN_BYTES * rows * tile
-                work = (moved, 2.0 * BLOCK_TOKENS * tile * _padded(columns))
+                padded = math.ceil(rows / BLOCK_TOKENS) * BLOCK_TOKENS
+                work = (moved, 2.0 * padded * tile * _padded(columns))
                 found += [work] * math.ceil(wide / tile)
             return found
 
         def weight_programs(wide: int, per_rank: int) -> list[tuple[float, float]]:
             """Of every job and tile of wide columns: its tokens of both sides, and a gradient that is added to."""
             found = []
+            gradient_tile = _rows(version.gradient_tile, per_rank * max(self.ranks))
             for times, (rank, length) in zip(uses, jobs, strict=True):
                 for columns in _tiles(rank * per_rank, NARROW_TILE):
-                    moved = length * (TOKEN_BYTES * GRADIENT_TILE + version.narrow_bytes * columns)
-                    moved += times * ADAPTER_BYTES * GRADIENT_TILE * columns
+                    moved = length * (TOKEN_BYTES * gradient_tile + version.narrow_bytes * columns)
+                    moved += times * ADAPTER_BYTES * gradient_tile * columns
                     padded = math.ceil(length / BLOCK_TOKENS) * BLOCK_TOKENS
-                    work = (moved, 2.0 * padded * GRADIENT_TILE * _padded(columns))
-                    found += [work] * math.ceil(wide / GRADIENT_TILE)
+                    work = (moved, 2.0 * padded * gradient_tile * _padded(columns))
+                    found += [work] * math.ceil(wide / gradient_tile)
             return found
 
         passes = 2 if version.reads_outputs else 1
@@ -361,6 +375,12 @@ class StepModel:
             columns = per_rank * sum(rank * length for rank, length in jobs)
             return ADAPTER_BYTES * columns * sum(parts(wide) for wide in wide_sizes if parts(wide) > 1)
 
+        def kept_dy() -> float:
+            """Bytes of the upstream gradient that are found in the L2 cache when they are read again."""
+            found = (TOKEN_BYTES * length * min(PART, n) for _, length in jobs for n in ns)
+            sizes = (TOKEN_BYTES * length * n for _, length in jobs for n in ns)
+            return sum(size for size, unit in zip(sizes, found, strict=True) if unit <= KEPT_BYTES)
+
         def n_tiles(tile: int) -> int:
             return sum(math.ceil(n / tile) for n in ns)
 
@@ -369,7 +389,7 @@ class StepModel:
             "shrink",
             x + a + narrow + planes([k], members),
             through_a,
-            narrow_programs([k], members),
+            narrow_programs([k], members, BLOCK_TOKENS),
             (len(blocks), q_tiles, parts(k)),
         )
         expand = [work for n in ns for work in wide_programs(n, 1, passes)]
@@ -379,19 +399,30 @@ class StepModel:
             passes * ys + bs + narrow,
             through_b,
             expand,
-            (n_tiles(version.output_tile), len(blocks), 1),
+            (n_tiles(version.output_tile), len(chunks), 1),
         )
-        yield self._kernel(
-            group,
-            "ds",
-            ys + bs + narrow + planes(ns, 1),
-            through_b,
-            narrow_programs(ns, 1),
-            (len(blocks), members, r_tiles * parts(max(ns))),
-        )
+        # Beside a tile of more than 64 ranks there are registers for fewer tokens.
+        ds_tokens = _rows(version.ds_tokens, 2 * max(self.ranks))
+        b_tile = _rows(version.gradient_tile, max(self.ranks))
+        ds = narrow_programs(ns, 1, ds_tokens)
+        db = [work for n in ns for work in weight_programs(n, 1)]
+        of_ds, of_db = ys + bs + narrow + planes(ns, 1), ys + narrow + dbs
+        if version.reads_dy_once:
+            num_items = len(blocks_of(ds_tokens)) + len(jobs) * (PART // b_tile)
+            yield self._kernel(
+                group,
+                "dy",
+                of_ds + of_db - kept_dy(),
+                2 * through_b,
+                ds + db,
+                (num_items, members, r_tiles * parts(max(ns))),
+            )
+        else:
+            grid = (len(blocks_of(ds_tokens)), members, r_tiles * parts(max(ns)))
+            yield self._kernel(group, "ds", of_ds, through_b, ds, grid)
         dx = wide_programs(k, members, passes)
         yield self._kernel(
-            group, "dx", passes * x + a + narrow, through_a, dx, (math.ceil(k / version.output_tile), len(blocks), 1)
+            group, "dx", passes * x + a + narrow, through_a, dx, (math.ceil(k / version.output_tile), len(chunks), 1)
         )
         yield self._kernel(
             group,
@@ -399,10 +430,10 @@ class StepModel:
             x + narrow + da,
             through_a,
             weight_programs(k, members),
-            (math.ceil(k / GRADIENT_TILE), len(jobs), q_tiles),
+            (math.ceil(k / _rows(version.gradient_tile, widest)), len(jobs), q_tiles),
         )
-        db = [work for n in ns for work in weight_programs(n, 1)]
-        yield self._kernel(group, "db", ys + narrow + dbs, through_b, db, (n_tiles(GRADIENT_TILE), len(jobs), r_tiles))
+        if not version.reads_dy_once:
+            yield self._kernel(group, "db", of_db, through_b, db, (n_tiles(b_tile), len(jobs), r_tiles))
 
     def _kernel(
         self,
@@ -442,6 +473,11 @@ def _busiest(chip: Chip, programs: Sequence[tuple[float, float]]) -> float:
     for one in seconds:
         heapq.heapreplace(free_at, free_at[0] + one)
     return max(free_at)
+
+
+def _rows(rows: int, most: int) -> int:
+    """Of ``rows`` of a program those that it has where a slot may have ``most`` narrow columns."""
+    return min(rows, SMALL_TILE) if most > NARROW_TILE // 2 else rows
 
 
 def _tiles(columns: int, tile: int) -> list[int]:

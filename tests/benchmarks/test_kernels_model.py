@@ -57,18 +57,37 @@ def test_bytes_flops_and_programs_of_a_kernel_by_hand(roofline) -> None:
     assert shrink.num_bytes == 2 * 90 * 256 + 2 * 3 * (16 + 64) * 256 + 2 * columns
     assert (shrink.num_programs, shrink.grid) == (3, (3, 1, 1))  # blocks of 64 and 6 tokens, and of 20
     expand = kernels["q k v", "expand"]
-    assert (expand.num_programs, expand.grid) == (3 * 4, (4, 3, 1))  # 256, 128 and 128 columns in tiles of 128
-    assert kernels["down", "da"].grid == (8, 2, 1)
+    assert (expand.num_programs, expand.grid) == (2 * 4, (4, 2, 1))  # 256, 128 and 128 columns in tiles of 128
+    assert kernels["down", "da"].grid == (4, 2, 1)
+    dy, columns = kernels["gate up", "dy"], 16 * 70 + 64 * 20
+    assert dy.num_flops == 2 * 2 * columns * 2 * 512
+    assert dy.num_bytes == 2 * 90 * 2 * 512 + (2 + 4) * (16 + 64) * 2 * 512 + 2 * 2 * 2 * columns
+    assert (dy.num_programs, dy.grid) == (2 * (2 + 2 * 4), (2 + 2 * 16, 2, 1))  # blocks, and tiles of 128 columns
+
+
+def test_upstream_gradients_too_large_for_the_cache_are_read_twice(roofline) -> None:
+    """Of the slot whose tokens times 2,048 columns take more than an eighth of the cache."""
+    lengths, shape = (1500, 1600), SHAPE | {"intermediate_size": 5000}
+    now, twice = (
+        {(kernel.group, kernel.kernel): kernel.num_bytes for kernel in model.kernels(lengths)}
+        for model in (
+            make_model(roofline, shape=shape),
+            make_model(roofline, shape=shape, version="adapters read once for 256 tokens"),
+        )
+    )
+    saved = twice["gate up", "ds"] + twice["gate up", "db"] - now["gate up", "dy"]
+    assert saved == pytest.approx(2 * 1500 * 2 * 5000)
+    assert twice["o", "ds"] + twice["o", "db"] - now["o", "dy"] == pytest.approx(2 * (1500 + 1600) * 256)
 
 
 def test_parts_of_long_sums_by_hand(roofline) -> None:
     model = make_model(roofline, shape=SHAPE | {"intermediate_size": 5000})
     kernels = {(kernel.group, kernel.kernel): kernel for kernel in model.kernels((70, 20))}
-    shrink, ds = kernels["down", "shrink"], kernels["gate up", "ds"]
+    shrink, dy = kernels["down", "shrink"], kernels["gate up", "dy"]
     columns = 16 * 70 + 64 * 20
     assert shrink.num_bytes == 2 * 90 * 5000 + 2 * (16 + 64) * 5000 + 2 * columns + 3 * 4 * columns
     assert (shrink.num_programs, shrink.grid) == (3 * 3, (3, 1, 3))
-    assert (ds.num_programs, ds.grid) == (3 * 2 * 3, (3, 2, 3))
+    assert (dy.num_programs, dy.grid) == (2 * 2 * 3 + 2 * 2 * 40, (2 + 2 * 16, 2, 3))
     assert kernels["gate up", "shrink"].grid == (3, 1, 1)
 
 
@@ -83,7 +102,9 @@ def test_a_later_pass_of_a_step_adds_to_the_gradients_of_jobs_that_had_tokens(ro
     twice = make_model(roofline, passes=((70, 20), (0, 20)), trained=(50, 10), sequences=((70, 20), (20,)))
     once, again = model.kernels((70, 20)), model.kernels((0, 20), [True, True])
     adapters_s = 3 * sum(kernel.seconds for kernel in [*once, *again])
-    optimizer_s = 34 * twice.num_params / 4.3e12 + 3 * 1.5e-6
+    # A sum of squares for each tile of 128 features; q, k and v have up to 192 columns side by side, and tiles of 64.
+    num_sums = (4 + 2 + 1 + 1) + (2 + 2) + (2 + 4 + 4) + (4 + 2)
+    optimizer_s = (30 * twice.num_params + 8 * 3 * 2 * num_sums) / 4.3e12 + 2 * 1.5e-6
     assert twice.step_s == pytest.approx(twice._frozen(accumulates=True) + adapters_s + optimizer_s)
 
 

@@ -9,23 +9,41 @@ from hypothesis import strategies as st
 
 from alto.kernels import DropoutKey, TokenSchedule, forward_table
 from alto.kernels.dropout import kept_factor, stream_key, threshold
-from alto.kernels.forward_table import BLOCK_TOKENS
+from alto.kernels.forward_table import BLOCK_TOKENS, CHUNK_TOKENS
 
 CPU = torch.device("cpu")
 
 
-@given(st.lists(st.sampled_from([0, 1, 5, BLOCK_TOKENS, BLOCK_TOKENS + 1, 3 * BLOCK_TOKENS]), max_size=6))
+@given(st.lists(st.sampled_from([0, 1, 5, BLOCK_TOKENS, BLOCK_TOKENS + 1, CHUNK_TOKENS + 1]), max_size=6))
 def test_blocks_tile_the_tokens_and_keep_to_their_segment(counts: list[int]) -> None:
     schedule = TokenSchedule.build(range(len(counts)), counts, [1.0] * len(counts))
     table = schedule.table(CPU)
-    blocks, segments = table.blocks_B6.tolist(), table.segments_S6.tolist()
-    assert (table.num_blocks, table.num_segments) == (len(blocks), len(segments))
-    assert [token for _, first, end, *_ in blocks for token in range(first, end)] == list(range(schedule.num_tokens))
+    segments = table.segments_S6.tolist()
+    assert table.num_segments == len(segments)
     assert segments == [[*segment, 0, 0, 0] for segment in schedule.segments]
     ranges = {slot: range(start, end + 1) for slot, start, end, *_ in segments}
-    assert all(first in ranges[slot] and end in ranges[slot] for slot, first, end, *_ in blocks)
-    assert all(0 < end - first <= BLOCK_TOKENS for _, first, end, *_ in blocks)
-    assert all(place == first - ranges[slot].start for slot, first, _, place, *_ in blocks)
+    for rows, number, most in (
+        (table.blocks_B6, table.num_blocks, BLOCK_TOKENS),
+        (table.chunks_C6, table.num_chunks, CHUNK_TOKENS),
+    ):
+        blocks = rows.tolist()
+        assert number == len(blocks)
+        assert [token for _, first, end, *_ in blocks for token in range(first, end)] == [*range(schedule.num_tokens)]
+        assert all(first in ranges[slot] and end in ranges[slot] for slot, first, end, *_ in blocks)
+        assert all(0 < end - first <= most for _, first, end, *_ in blocks)
+        assert all(place == first - ranges[slot].start for slot, first, _, place, *_ in blocks)
+
+
+def test_items_are_the_blocks_of_each_segment_and_then_its_tiles() -> None:
+    table = TokenSchedule.build([4, 1], [130, 3], [1.0, 1.0]).table(CPU)
+    blocks = [[-1, 0, 4, 0, 128, 0], [-1, 0, 4, 128, 130, 0], [-1, 1, 1, 130, 133, 0]]
+    tiles = [
+        [[tile, segment, slot, *ends, 0] for tile in (0, 1)] for segment, (slot, *ends) in enumerate(table._segments)
+    ]
+    assert table.items(128, 2).tolist() == [*blocks[:2], *tiles[0], blocks[2], *tiles[1]]
+    assert table.items(128, 0).tolist() == blocks
+    assert table.items(0, 2).tolist() == [*tiles[0], *tiles[1]]
+    assert table.items(128, 2) is table.items(128, 2)
 
 
 def test_factors_are_found_by_slot() -> None:
@@ -56,7 +74,7 @@ def test_a_pass_sends_its_tables_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forward_table, "upload", lambda *args: sent.append(args) or upload(*args))
     schedule = TokenSchedule.build([0, 1], [2, 3], [1.0, 2.0])
     assert schedule.table(CPU) is schedule.table(CPU)
-    assert len(sent) == 3, "blocks, segments, and factors"
+    assert len(sent) == 4, "blocks, chunks, segments, and factors"
 
 
 def test_a_schedule_with_a_table_equals_one_without() -> None:

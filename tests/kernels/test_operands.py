@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from alto.kernels import LoraOperands
+from alto.kernels import GradientTiles, LoraOperands
 from alto.kernels.operands import VECTOR_SIZE
 
 K, MAX_RANK = 6, 5
@@ -103,10 +103,10 @@ def test_who_comes_and_goes_is_in_the_next_table() -> None:
     operands = make_operands(3, [4, 2])
     assert not operands.table().any()
     lay_end_to_end(operands, 1, [2, 2], 5)
-    # Q and A; then first column, rank and B of every member.
-    assert operands.table().tolist() == [[0] * 8, [4, 5, 0, 2, 29, 2, 2, 37], [0] * 8]
+    # Q and A; then first column, rank and B of every member; then sums of squares, of which there are none.
+    assert operands.table().tolist() == [[0] * 11, [4, 5, 0, 2, 29, 2, 2, 37, 0, 0, 0], [0] * 11]
     lay_end_to_end(operands, 2, [0, 1], 0)
-    assert operands.table()[1:].tolist() == [[4, 5, 0, 2, 29, 2, 2, 37], [1, 0, 0, 0, 6, 0, 1, 6]]
+    assert operands.table()[1:].tolist() == [[4, 5, 0, 2, 29, 2, 2, 37, 0, 0, 0], [1, 0, 0, 0, 6, 0, 1, 6, 0, 0, 0]]
     operands.clear(1)
     assert operands.slots.keys() == {2}
     assert not operands.table()[1].any()
@@ -117,7 +117,7 @@ def test_a_new_adapter_takes_the_place_of_the_old() -> None:
     lay_end_to_end(operands, 0, [3, 3], 0)
     lay_end_to_end(operands, 0, [1, 0], 2)
     assert operands.slots[0].width == 1
-    assert operands.table()[0].tolist() == [1, 2, 0, 1, 8, 1, 0, 12]
+    assert operands.table()[0].tolist() == [1, 2, 0, 1, 8, 1, 0, 12, 0, 0, 0]
     lay_end_to_end(operands, 0, [0, 0], 0)
     assert not operands.slots, "a slot that targets no member is absent"
     assert not operands.table().any()
@@ -166,3 +166,21 @@ def test_alignment_is_what_every_start_row_and_column_has_in_common() -> None:
     operands.clear(1)
     assert operands.alignment == 2, "who leaves changes nothing"
     assert make_operands(1, [3]).alignment == 1, "the columns of a B"
+
+
+def test_the_table_says_where_sums_of_squares_start() -> None:
+    rows_ZP = torch.zeros(2, 4000)
+    operands = LoraOperands(
+        number=0,
+        in_features=K,
+        out_features=[64, 300],
+        params_ZP=rows_ZP,
+        grads_ZP=rows_ZP,
+        max_rank=4,
+        sums_ZC=torch.zeros(2, 99),
+        tiles=GradientTiles(wide=64, narrow=3, many=7, wide_of_many=K),
+    )
+    operands.assign(1, [3, 4], 0, [100, 1000], sums_start=10)
+    # A: of up to 8 columns, so tiles of K features; 7 ranks in tiles of 3. B: 1 and 5 tiles of 64 features.
+    assert operands.table()[1, 8:].tolist() == [10, 10 + 3, 10 + 3 + 1]
+    assert GradientTiles(64, 3, 7, K).num_sums(K, [64, 300], [3, 4], 4) == (3, 1, 2 * 5)

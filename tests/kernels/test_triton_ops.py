@@ -24,7 +24,7 @@ from torch import Tensor
 
 from alto.kernels import DropoutKey, LoraOperands, RowParts, TokenSchedule, choose_backend
 from alto.kernels.dropout import dropout_factor, kept_factor
-from alto.kernels.triton_config import shrink_config, square_sums_config, total_norms_config
+from alto.kernels.triton_config import dy_config, shrink_config, square_sums_config, total_norms_config
 
 REFERENCE = choose_backend("reference")
 CPU = torch.device("cpu")
@@ -59,17 +59,27 @@ class Pass:
         self.dx_TK, *self.ys = (torch.full_like(draw(width), float("nan")) for width in (k, *ns))
 
     def run(
-        self, ops: ModuleType, base: torch.dtype = torch.float64, bank: torch.dtype = torch.float64
+        self,
+        ops: ModuleType,
+        base: torch.dtype = torch.float64,
+        bank: torch.dtype = torch.float64,
+        *,
+        in_one: bool = False,
     ) -> dict[str, Tensor]:
-        """What the ops leave behind, of narrow tensors only what they define; ``base`` is the dtype of tokens."""
+        """What the ops leave behind, of narrow tensors only what they define; ``base`` is the dtype of tokens. With
+        ``in_one`` the backward pass is one op, which does not return ``ds``."""
         rows = (self.group.operands.params_ZP, self.group.operands.grads_ZP)
         operands = self.group.operands_with_adapters(*(rows_ZP.to(bank, copy=True) for rows_ZP in rows))
         x_TK, dx_TK = self.x_TK.to(base, copy=True), self.dx_TK.to(base, copy=True)
         ys, dys = ([tensor.to(base, copy=True) for tensor in tensors] for tensors in (self.ys, self.dys))
         s_TQ = ops.grouped_shrink(x_TK, operands, self.schedule)
         ops.grouped_expand(s_TQ, operands, ys, self.schedule)
-        ds_TQ = ops.grouped_backward_input(dys, operands, dx_TK, self.schedule)
-        ops.grouped_backward_weight(x_TK, s_TQ, dys, ds_TQ, operands, self.schedule)
+        if in_one:
+            ops.grouped_backward(x_TK, s_TQ, dys, operands, dx_TK, self.schedule)
+            ds_TQ = torch.zeros_like(s_TQ)
+        else:
+            ds_TQ = ops.grouped_backward_input(dys, operands, dx_TK, self.schedule)
+            ops.grouped_backward_weight(x_TK, s_TQ, dys, ds_TQ, operands, self.schedule)
         own_TQ = self.own_columns()
         found = {"s": s_TQ.masked_fill(~own_TQ, 0.0), "ds": ds_TQ.masked_fill(~own_TQ, 0.0), "dx": dx_TK}
         return found | {f"y of {member}": y_TN for member, y_TN in enumerate(ys)} | {"gradients": operands.grads_ZP}
@@ -227,6 +237,15 @@ def test_memory_nobody_wrote_is_neither_read_nor_written(ops: ModuleType, monkey
 
 
 @TRITON
+def test_the_backward_pass_in_one_op_has_the_bits_of_two(ops: ModuleType) -> None:
+    drawn = Pass([70, 0, 5, 130], [[3, 0, 9], [16, 16, 0], [0, 0, 0], [0, 70, 2]], k=20, ns=[24, 7, 70])
+    two, one = drawn.run(ops, torch.float32, torch.float32), drawn.run(ops, torch.float32, torch.float32, in_one=True)
+    assert_close(two, drawn.run(REFERENCE), 1e-6)
+    del two["ds"], one["ds"]
+    assert all(torch.equal(tensor, one[name]) for name, tensor in two.items())
+
+
+@TRITON
 def test_same_bits_every_time_and_in_any_company(ops: ModuleType) -> None:
     """Float32, so that another order of summation would show."""
     ranks_ZM = [[16, 16, 16], [3, 0, 3], [33, 33, 0], [50, 50, 50]]
@@ -248,8 +267,8 @@ class TestParts:
     def short_parts(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("alto.kernels.triton_config.SPLIT", 64)
         monkeypatch.setattr("alto.kernels.triton_backend.SPLIT", 64)
-        # It remembers what it has returned.
-        monkeypatch.setattr("alto.kernels.triton_backend.shrink_config", shrink_config.__wrapped__)
+        for config in (shrink_config, dy_config):  # each remembers what it has returned
+            monkeypatch.setattr(f"alto.kernels.triton_backend.{config.__name__}", config.__wrapped__)
 
     def drawn(self) -> Pass:
         """One member has three parts, one just as many columns as a part, one fewer."""
@@ -258,10 +277,15 @@ class TestParts:
     @TRITON
     def test_they_add_up(self, ops: ModuleType) -> None:
         drawn = self.drawn()
-        for _ in range(2):  # counters are left as zeros for the next launch
-            assert_close(drawn.run(ops), drawn.run(REFERENCE))
+        for in_one in (False, True):  # counters are left as zeros for the next launch
+            assert_close(drawn.run(ops, in_one=in_one), drawn.run(REFERENCE, in_one=in_one))
         for zeros in import_module("alto.kernels.triton_backend")._zeros.values():
             assert not zeros.any()
+
+    @TRITON
+    def test_tokens_of_more_than_one_chunk(self, ops: ModuleType) -> None:
+        drawn = Pass([300, 2], [[3, 65], [1, 0]], k=9, ns=[70, 7], keys=[MASKED, None])
+        assert_close(drawn.run(ops, in_one=True), drawn.run(REFERENCE, in_one=True))
 
     @TRITON
     def test_many_tiles_of_ranks(self, ops: ModuleType) -> None:
@@ -349,11 +373,15 @@ class TestDropout:
 def test_launches(ops: ModuleType, monkeypatch: pytest.MonkeyPatch, num_members: int, launches: int) -> None:
     """Of a group, however many slots there are: one for what reads or writes the input, one for three members."""
     backend, counts = choose_backend("triton"), Counter()
-    for op in ("shrink", "expand", "ds", "dx", "da", "db"):
+    for op in ("shrink", "expand", "dy", "dx", "da"):
         monkeypatch.setattr(backend, f"{op}_kernel", Counted(getattr(backend, f"{op}_kernel"), op, counts))
-    Pass([70, 5, 3], [[3] * num_members] * 3, k=9, ns=[5] * num_members).run(ops)
-    of_members = dict.fromkeys(["expand", "ds", "db"], launches)
+    drawn = Pass([70, 5, 3], [[3] * num_members] * 3, k=9, ns=[5] * num_members)
+    drawn.run(ops, in_one=True)
+    of_members = dict.fromkeys(["expand", "dy"], launches)
     assert counts == dict.fromkeys(["shrink", "dx", "da"], 1) | of_members
+    counts.clear()
+    drawn.run(ops)
+    assert counts["dy"] == 2 * launches, "of input and weight by themselves"
 
 
 class Counted:

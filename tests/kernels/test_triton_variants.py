@@ -25,7 +25,7 @@ MODULES = tuple(
 )
 SHARED = (("q_proj", "k_proj", "v_proj"),)
 DROPOUT = DropoutKey(probability=0.1, seed=1, step=2)
-KERNELS = {"shrink", "expand", "ds", "dx", "da", "db", "square_sums", "total_norms", "adamw"}
+KERNELS = {"shrink", "expand", "dy", "dx", "da", "square_sums", "total_norms", "summed_norms", "adamw"}
 
 
 class Launches:
@@ -69,6 +69,7 @@ class Slots:
         layout = BankLayout(modules=MODULES, max_rank=max(ranks), rank_step=rank_step, shared_inputs=SHARED)
         self.ops = triton_backend
         self.bank = AdapterBank(layout, 3)
+        self.bank.keep_square_sums(triton_backend.gradient_tiles(torch.float32, torch.float32))
         self.groups = [self.bank.operands(index, index) for index in range(len(layout.groups))]
         monkeypatch.setattr("alto.lora.optimizer.choose_backend", lambda **_: triton_backend)
         self.optimizer = SlotAdamW(self.bank, ["adamw_torch"])
@@ -87,8 +88,9 @@ class Slots:
             ys = [torch.zeros(sum(num_tokens), width) for width in operands.out_features]
             s_TQ = self.ops.grouped_shrink(x_TK, operands, schedule)
             self.ops.grouped_expand(s_TQ, operands, ys, schedule)
-            ds_TQ = self.ops.grouped_backward_input(ys, operands, torch.zeros_like(x_TK), schedule)
-            self.ops.grouped_backward_weight(x_TK, s_TQ, ys, ds_TQ, operands, schedule)
+            self.ops.grouped_backward(x_TK, s_TQ, ys, operands, torch.zeros_like(x_TK), schedule)
+        self.optimizer.gradient_norms(slots)
+        self.bank.complete_gradients(slots)
         norms = self.optimizer.gradient_norms(slots)
         self.optimizer.step([SlotUpdate(slot=slot, config=JobConfig(), learning_rate=1e-3) for slot in slots], norms)
 

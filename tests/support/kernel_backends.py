@@ -40,6 +40,7 @@ class OnGpu:
                 if isinstance(value, LoraOperands):
                     operands = copy.copy(value)
                     operands.params_ZP, operands.grads_ZP = send(value.params_ZP), send(value.grads_ZP)
+                    operands.sums_ZC = None if value.sums_ZC is None else send(value.sums_ZC)
                     operands._table = operands._ratios = None
                     return operands
                 if isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value):

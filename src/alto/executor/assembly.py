@@ -140,6 +140,7 @@ def build_trainer(
         initial=initial_values(backbone.model, size.extras),
     )
     bank.keep_copies(size.working_dtype)
+    bank.keep_square_sums(choose_backend(device=backbone.device).gradient_tiles(backbone.dtype, bank.params_ZP.dtype))
     optimizer = SlotAdamW(bank, size.optims, size.state_dtype)
     forward_context = inject(backbone.model, bank, backbone.rows_in_pass)
     return Trainer(backbone, bank, optimizer, forward_context, micro_batches, ranks or Ranks())

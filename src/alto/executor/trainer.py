@@ -222,8 +222,7 @@ class Trainer:
             losses = None
             if balance is not None:
                 balance.forget()
-            for local_slot in here:
-                self.bank.grads_ZP[local_slot].zero_()
+            self.bank.clear_gradients(list(here))
 
         self.micro_batches.run(work, train, forget=forget, prepare=prepare, num_micro_batches=num_micro_batches)
         self.bank.complete_gradients(here)
@@ -231,6 +230,7 @@ class Trainer:
             if job.is_data_parallel:
                 local_slot = self.slots.local_slot_of(slot_of(job))
                 self._ranks.all_reduce(self.bank.grads_ZP[local_slot, : self.bank.places(local_slot).end])
+                self.bank.forget_square_sums([local_slot])
         assert losses is not None, "at least one job trains"
         return losses
 

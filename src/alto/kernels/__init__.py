@@ -11,7 +11,7 @@ from alto.kernels.dora import (
 from alto.kernels.dropout import DropoutKey
 from alto.kernels.forward_table import upload
 from alto.kernels.function import FrozenLayer, GroupedLinear, added_linear, grouped_lora_linear
-from alto.kernels.gradients import GradientSteps, GroupGradients
+from alto.kernels.gradients import GradientSteps, GradientTiles, GroupGradients
 from alto.kernels.layer_reference import NormKind
 from alto.kernels.noise import NoiseKey, TokenNoise
 from alto.kernels.operands import VECTOR_SIZE, LoraOperands
@@ -28,6 +28,7 @@ __all__ = [
     "FrozenLayer",
     "FrozenMatrix",
     "GradientSteps",
+    "GradientTiles",
     "GroupGradients",
     "GroupedLinear",
     "LoraOperands",

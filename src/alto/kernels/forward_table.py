@@ -13,11 +13,15 @@ from torch import Tensor
 
 from alto.kernels.dropout import DropoutKey, kept_factor, stream_key, threshold
 
-__all__ = ["BLOCK_TOKENS", "ForwardTable", "upload"]
+__all__ = ["BLOCK_TOKENS", "CHUNK_TOKENS", "ForwardTable", "upload"]
 
 BLOCK_TOKENS = 64
 """Most tokens of a block. One number for all kernels, so that one table serves them: 64 rows fill the matrix unit of a
 Hopper or Blackwell GPU, and more would leave short segments mostly empty."""
+
+CHUNK_TOKENS = 4 * BLOCK_TOKENS
+"""Most tokens of a chunk, whose blocks one program of ``expand`` or ``dx`` takes one after the other. More would leave
+multiprocessors without a program where few slots train."""
 
 
 def upload(values: Sequence[float] | Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -36,11 +40,13 @@ class ForwardTable:
 
     Attributes:
         num_blocks: ``B``.
+        num_chunks: Number of chunks.
         num_segments: ``S``.
         has_dropout: Whether any segment has dropout.
         blocks_B6: Of every block, int32: its slot; its first token and end in the forward pass; the place of the first
             among the tokens of the job's batch; stream key and threshold of the segment's dropout, 32 bits each, where
             a threshold of 0 keeps everything. A block lies in one segment.
+        chunks_C6: The same of every chunk.
         segments_S6: The same of every segment.
         factors_Z2: Of every slot up to the largest of the forward pass, float64: ``lora_alpha / r``, and the factor of
             elements that dropout keeps. Zeros where it has no tokens.
@@ -53,30 +59,52 @@ class ForwardTable:
         dropout: Sequence[DropoutKey | None],
         device: torch.device,
     ) -> None:
-        blocks, whole = [], []
+        blocks: list[tuple[int, ...]] = []
+        chunks: list[tuple[int, ...]] = []
+        whole = []
         factors_Z2 = [(0.0, 0.0)] * (1 + max((slot for slot, _, _ in segments), default=-1))
         for (slot, start, end), scale, key in zip(segments, scales, dropout, strict=True):
             bits = (_signed(stream_key(key)), _signed(threshold(key))) if key else (0, 0)
             place = key.first_token if key else 0
             whole.append((slot, start, end, place, *bits))
-            for first in range(start, end, BLOCK_TOKENS):
-                blocks.append((slot, first, min(first + BLOCK_TOKENS, end), place + first - start, *bits))
+            for rows, most in ((blocks, BLOCK_TOKENS), (chunks, CHUNK_TOKENS)):
+                for first in range(start, end, most):
+                    rows.append((slot, first, min(first + most, end), place + first - start, *bits))
             factors_Z2[slot] = (scale, kept_factor(key) if key else 1.0)
         self.num_blocks = len(blocks)
+        self.num_chunks = len(chunks)
         self.num_segments = len(segments)
         self.has_dropout = any(dropout)
         self.blocks_B6 = upload(blocks, torch.int32, device)
+        self.chunks_C6 = upload(chunks, torch.int32, device)
         self.segments_S6 = upload(whole, torch.int32, device)
         self.factors_Z2 = upload(factors_Z2, torch.float64, device)
         self._segments = segments
         self._slots_T: Tensor | None = None
         self._flags: dict[tuple[bool, ...], Tensor] = {}
+        self._items: dict[tuple[int, int], Tensor] = {}
 
     def flags(self, of_segments: tuple[bool, ...]) -> Tensor:
         """A flag of every segment, ``[S]`` int32; copied once for all layers that have the same."""
         if of_segments not in self._flags:
             self._flags[of_segments] = upload(of_segments, torch.int32, self.segments_S6.device)
         return self._flags[of_segments]
+
+    def items(self, block_tokens: int, num_tiles: int) -> Tensor:
+        """What the programs of ``dy_kernel`` do, in the order in which they start, ``[I, 6]`` int32; made at the first
+        use, for all layers.
+
+        Of every segment first its blocks of ``block_tokens`` tokens, then ``num_tiles`` tiles of columns; either may be
+        0 for none. Of each: the tile, or -1 of a block; its segment; slot; first token and end; and a zero.
+        """
+        if (block_tokens, num_tiles) not in self._items:
+            items = []
+            for segment, (slot, start, end) in enumerate(self._segments):
+                for first in range(start, end, block_tokens) if block_tokens else ():
+                    items.append((-1, segment, slot, first, min(first + block_tokens, end), 0))
+                items += [(tile, segment, slot, start, end, 0) for tile in range(num_tiles)]
+            self._items[block_tokens, num_tiles] = upload(items, torch.int32, self.segments_S6.device)
+        return self._items[block_tokens, num_tiles]
 
     def token_slots(self) -> Tensor:
         """Slot of every token, int64; made at the first use, as few forward passes need it."""

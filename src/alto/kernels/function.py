@@ -84,13 +84,11 @@ class GroupedLinear:
         if s_TQ is not None:
             assert x_TK is not None
             dx_TK = torch.empty_like(x_TK) if needs_dx else None
-            ds_TQ = self.ops.grouped_backward_input(dys, self.operands, dx_TK, self.schedule)
+            self.ops.grouped_backward(x_TK, s_TQ, dys, self.operands, dx_TK, self.schedule)
         if needs_dx:
             # A quantised base dequantises its weight at each use: one at a time, and none is kept.
             for dy_TN, base in zip(dys, self.bases, strict=True):
                 dx_TK = base.backward(dy_TN, dx_TK)
-        if s_TQ is not None:
-            self.ops.grouped_backward_weight(x_TK, s_TQ, dys, ds_TQ, self.operands, self.schedule)
         return dx_TK
 
 

@@ -1,13 +1,43 @@
 """In which step the gradients of a bank were written: the first product of a step overwrites, later ones are added.
 
-So no gradient is set to zero after a step, and none is read before the first product of the next.
+So no gradient is set to zero after a step, and none is read before the first product of the next. Kernels may also keep
+the sum of squares of every tile of a gradient that they write, so that the norm of a gradient needs no pass over it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
-__all__ = ["GradientSteps", "GroupGradients"]
+__all__ = ["GradientSteps", "GradientTiles", "GroupGradients"]
+
+
+class GradientTiles(NamedTuple):
+    """The tiles in which kernels write gradients.
+
+    Attributes:
+        wide: Features of a tile.
+        narrow: Most ranks of a tile.
+        many, wide_of_many: Where a bank may have more than ``many`` ranks side by side, tiles have so many features.
+    """
+
+    wide: int
+    narrow: int
+    many: int
+    wide_of_many: int
+
+    def num_sums(
+        self, in_features: int, out_features: Sequence[int], ranks: Sequence[int], max_rank: int
+    ) -> tuple[int, ...]:
+        """Tiles of ``A`` of a group and of every member's ``B``, of an adapter of these ranks in a bank for up to
+        ``max_rank``."""
+        a = self._num_tiles(in_features, sum(ranks), max_rank * len(ranks))
+        bs = (self._num_tiles(wide, rank, max_rank) for wide, rank in zip(out_features, ranks, strict=True))
+        return a, *bs
+
+    def _num_tiles(self, wide: int, narrow: int, most: int) -> int:
+        columns = self.wide_of_many if most > self.many else self.wide
+        return -(-wide // columns) * -(-narrow // self.narrow)
 
 
 class GradientSteps:

@@ -11,12 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from alto.kernels.forward_table import upload
-from alto.kernels.gradients import GroupGradients
+from alto.kernels.gradients import GradientTiles, GroupGradients
 
 __all__ = ["VECTOR_SIZE", "LoraOperands", "SlotMatrices"]
 
@@ -70,6 +71,9 @@ class LoraOperands:
                 changes of adapters compile nothing again; where every rank is a multiple of ``rank_step`` and placed by
                 the bank, it never falls either.
         gradients: In which step each slot's gradient was written here; None where gradients are always added.
+        sums_ZC: Sums of squares of the tiles of gradients, as last written, of all groups of the bank; None where none
+            are kept.
+        tiles: Of the sums.
         slots: The adapters by slot; a slot that targets no member is absent.
     """
 
@@ -82,6 +86,8 @@ class LoraOperands:
     rank_step: int = VECTOR_SIZE
     gradients: GroupGradients | None = None
     working_ZP: Tensor | None = None
+    sums_ZC: Tensor | None = None
+    tiles: GradientTiles | None = None
     slots: dict[int, SlotMatrices] = field(default_factory=dict, init=False)
     alignment: int = field(init=False)
     _places: dict[int, tuple[int, ...]] = field(default_factory=dict, init=False)
@@ -105,6 +111,7 @@ class LoraOperands:
         a_start: int,
         b_starts: Sequence[int],
         ratios: Sequence[float] | None = None,
+        sums_start: int = 0,
     ) -> None:
         """Set the offsets of ``slot``'s adapter in its row.
 
@@ -112,6 +119,7 @@ class LoraOperands:
             ranks: Rank of every member; 0 where it is not targeted.
             a_start, b_starts: Offsets of the ``[K, Q]`` and of every member's ``[r, N]``.
             ratios: Scale of every member's output over the segment's scale in the token schedule; None where all are 1.
+            sums_start: Offset of its sums of squares in its row of :attr:`sums_ZC`.
         """
         self.clear(slot)
         width = sum(ranks)
@@ -143,8 +151,12 @@ class LoraOperands:
             for (first, _), rank, start in zip(columns, ranks, b_starts, strict=True)
             for place in (first, rank, start)
         )
-        self._places[slot] = (width, a_start, *members)
-        self.alignment = math.gcd(self.alignment, *self._places[slot])
+        places = (width, a_start, *members)
+        counts = (0,) * (1 + len(ranks))
+        if self.tiles is not None:
+            counts = self.tiles.num_sums(self.in_features, self.out_features, ranks, self.max_rank)
+        self._places[slot] = (*places, *accumulate(counts[:-1], initial=sums_start))
+        self.alignment = math.gcd(self.alignment, *places)
 
     def adds_gradients(self, slots: Sequence[int]) -> tuple[bool, ...]:
         """Whether the next gradient of each of ``slots`` is added to that of the present step, or overwrites what an
@@ -158,13 +170,14 @@ class LoraOperands:
         self._table = self._ratios = None
 
     def table(self) -> Tensor:
-        """All offsets, on the bank's device: ``[Z, 2 + 3 M]`` int64.
+        """All offsets, on the bank's device: ``[Z, 3 + 4 M]`` int64.
 
         Of every slot ``Q`` and the start of ``A``; then of every member its first column in ``Q``, its rank, and the
-        start of its ``B``. Zeros where a slot targets no member. Uploaded again after a slot is assigned or freed.
+        start of its ``B``; then where the sums of squares of ``A`` and of every member's ``B`` start. Zeros where a
+        slot targets no member. Uploaded again after a slot is assigned or freed.
         """
         if self._table is None:
-            free = (0,) * (2 + 3 * len(self.out_features))
+            free = (0,) * (3 + 4 * len(self.out_features))
             rows = [self._places.get(slot, free) for slot in range(self.params_ZP.shape[0])]
             self._table = upload(rows, torch.int64, self.params_ZP.device)
         return self._table

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from alto.kernels.dropout import dropped
+from alto.kernels.gradients import GradientTiles
 from alto.kernels.operands import LoraOperands, SlotMatrices
 from alto.kernels.row_parts import RowParts
 from alto.kernels.schedule import TokenSchedule
@@ -22,11 +23,14 @@ from alto.kernels.stochastic_rounding import random_bits, rounded
 __all__ = [
     "bank_adamw",
     "compile_kernels",
+    "gradient_tiles",
+    "grouped_backward",
     "grouped_backward_input",
     "grouped_backward_weight",
     "grouped_expand",
     "grouped_shrink",
     "row_norms",
+    "summed_norms",
     "working_dtype",
 ]
 
@@ -83,6 +87,28 @@ def grouped_expand(s_TQ: Tensor, operands: LoraOperands, ys: Sequence[Tensor], s
         if matrices := operands.slots.get(slot):
             for y_TN, b_RN, (first, last) in zip(ys, matrices.bs, matrices.columns, strict=True):
                 y_TN[start:end] = scale * (s_TQ[start:end, first:last] @ b_RN)
+
+
+def grouped_backward(
+    x_TK: Tensor,
+    s_TQ: Tensor,
+    dys: Sequence[Tensor],
+    operands: LoraOperands,
+    dx_TK: Tensor | None,
+    schedule: TokenSchedule,
+) -> None:
+    """:func:`grouped_backward_input`, then :func:`grouped_backward_weight`.
+
+    Args:
+        x_TK: Input of the group, ``[T, K]``.
+        s_TQ: Result of :func:`grouped_shrink`.
+        dys: Upstream gradient ``[T, N]`` of every member.
+        operands: The adapters of the group.
+        dx_TK: Unwritten input gradient; None where the input needs no gradient.
+        schedule: Tokens of every slot.
+    """
+    ds_TQ = grouped_backward_input(dys, operands, dx_TK, schedule)
+    grouped_backward_weight(x_TK, s_TQ, dys, ds_TQ, operands, schedule)
 
 
 def grouped_backward_input(
@@ -160,6 +186,28 @@ def row_norms(grads_ZP: Tensor, slots: Sequence[int], sizes: Sequence[int]) -> T
     """
     rows = [grads_ZP[slot, :size] for slot, size in zip(slots, sizes, strict=True)]
     return torch.stack([torch.linalg.vector_norm(row.to(_exact(row))) for row in rows])
+
+
+def gradient_tiles(base: torch.dtype, bank: torch.dtype) -> GradientTiles | None:
+    """The tiles of gradients of which :func:`grouped_backward_weight` leaves sums of squares in
+    :attr:`LoraOperands.sums_ZC`; None where it leaves none.
+
+    Args:
+        base: Of the base model's activations.
+        bank: Of the bank.
+    """
+    return None
+
+
+def summed_norms(sums_ZC: Tensor, slots: Sequence[int], counts: Sequence[int]) -> Tensor:
+    """Root ``[len(slots)]`` of the sum of the first ``counts[i]`` numbers of row ``slots[i]``.
+
+    Args:
+        sums_ZC: Sums of squares of every slot's gradient.
+        slots: Rows.
+        counts: Sums of each.
+    """
+    return torch.stack([sums_ZC[slot, :count].sum().sqrt() for slot, count in zip(slots, counts, strict=True)])
 
 
 def bank_adamw(

@@ -13,7 +13,7 @@ from torch.optim.adamw import adamw
 
 from alto.kernels.dropout import DropoutKey, dropped
 from alto.kernels.operands import LoraOperands, SlotMatrices
-from alto.kernels.reference import compile_kernels, narrow_rows, working_dtype
+from alto.kernels.reference import compile_kernels, gradient_tiles, narrow_rows, summed_norms, working_dtype
 from alto.kernels.row_parts import RowParts
 from alto.kernels.schedule import TokenSchedule
 from alto.kernels.stochastic_rounding import MomentRounding
@@ -21,12 +21,15 @@ from alto.kernels.stochastic_rounding import MomentRounding
 __all__ = [
     "bank_adamw",
     "compile_kernels",
+    "gradient_tiles",
+    "grouped_backward",
     "grouped_backward_input",
     "grouped_backward_weight",
     "grouped_expand",
     "grouped_shrink",
     "narrow_rows",
     "row_norms",
+    "summed_norms",
     "working_dtype",
 ]
 
@@ -47,6 +50,19 @@ def grouped_expand(s_TQ: Tensor, operands: LoraOperands, ys: Sequence[Tensor], s
     for own, scale, _, (s, *of_members) in _occupied(operands, schedule, s_TQ, *ys):
         for y, b_RN, (first, end) in zip(of_members, own.bs, own.columns, strict=True):
             _write_product(y, _columns(s, first, end), b_RN, scale)
+
+
+def grouped_backward(
+    x_TK: Tensor,
+    s_TQ: Tensor,
+    dys: Sequence[Tensor],
+    operands: LoraOperands,
+    dx_TK: Tensor | None,
+    schedule: TokenSchedule,
+) -> None:
+    """See :func:`alto.kernels.reference.grouped_backward`."""
+    ds_TQ = grouped_backward_input(dys, operands, dx_TK, schedule)
+    grouped_backward_weight(x_TK, s_TQ, dys, ds_TQ, operands, schedule)
 
 
 def grouped_backward_input(

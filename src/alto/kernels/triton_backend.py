@@ -25,29 +25,36 @@ from alto.kernels.triton_config import (
     SPLIT,
     adamw_config,
     backward_weight_config,
+    dy_config,
     expand_config,
+    gradient_tiles,
     narrow_dtype,
     shrink_config,
     square_sums_config,
+    summed_norms_config,
     total_norms_config,
     working_dtype,
 )
 from alto.kernels.triton_kernels.adamw import adamw_kernel
-from alto.kernels.triton_kernels.backward_weight import da_kernel, db_kernel
+from alto.kernels.triton_kernels.backward_weight import da_kernel
+from alto.kernels.triton_kernels.dy import dy_kernel
 from alto.kernels.triton_kernels.expand import dx_kernel, expand_kernel
-from alto.kernels.triton_kernels.norms import square_sums_kernel, total_norms_kernel
-from alto.kernels.triton_kernels.shrink import ds_kernel, shrink_kernel
+from alto.kernels.triton_kernels.norms import square_sums_kernel, summed_norms_kernel, total_norms_kernel
+from alto.kernels.triton_kernels.shrink import shrink_kernel
 from alto.kernels.triton_launch import ceil_div, collected_launches, compiled_launches, launch
 
 __all__ = [
     "bank_adamw",
     "compile_kernels",
+    "gradient_tiles",
+    "grouped_backward",
     "grouped_backward_input",
     "grouped_backward_weight",
     "grouped_expand",
     "grouped_shrink",
     "narrow_rows",
     "row_norms",
+    "summed_norms",
     "working_dtype",
 ]
 
@@ -105,8 +112,8 @@ def grouped_expand(s_TQ: Tensor, operands: LoraOperands, ys: Sequence[Tensor], s
         for part in _parts(ys, operands, schedule):
             launch(
                 expand_kernel,
-                (part.num_tiles(config.constants["BLOCK_W"]), table.num_blocks, 1),
-                (s_TQ, bank, *part.tensors, table.blocks_B6, table.factors_Z2, places_Z),
+                (part.num_tiles(config.constants["BLOCK_W"]), table.num_chunks, 1),
+                (s_TQ, bank, *part.tensors, table.chunks_C6, table.factors_Z2, places_Z),
                 (
                     *(*part.widths, s_TQ.stride(0), bank.stride(0), *part.strides),
                     *(places_Z.stride(0), part.first_place),
@@ -116,13 +123,33 @@ def grouped_expand(s_TQ: Tensor, operands: LoraOperands, ys: Sequence[Tensor], s
             )
 
 
+def grouped_backward(
+    x_TK: Tensor,
+    s_TQ: Tensor,
+    dys: Sequence[Tensor],
+    operands: LoraOperands,
+    dx_TK: Tensor | None,
+    schedule: TokenSchedule,
+) -> None:
+    """See :func:`alto.kernels.reference.grouped_backward`; ``dys`` are read from memory once."""
+    table = schedule.table(s_TQ.device)
+    if table.num_segments:
+        ds_TQ = _narrow(dys[0], operands, schedule)
+        adds_S = table.flags(operands.adds_gradients(schedule.slots))
+        _read_dy(dys, operands, schedule, s_TQ=s_TQ, adds_S=adds_S, ds_TQ=ds_TQ)
+        _scale_members(ds_TQ, operands, schedule)
+        if dx_TK is not None:
+            _write_dx(ds_TQ, operands, dx_TK, schedule)
+        _accumulate_da(x_TK, ds_TQ, adds_S, operands, schedule)
+
+
 def grouped_backward_input(
     dys: Sequence[Tensor], operands: LoraOperands, dx_TK: Tensor | None, schedule: TokenSchedule
 ) -> Tensor:
     """See :func:`alto.kernels.reference.grouped_backward_input`; columns past a slot's own are left unwritten."""
     ds_TQ = _narrow(dys[0], operands, schedule)
-    if schedule.table(ds_TQ.device).num_blocks:
-        _write_ds(dys, operands, ds_TQ, schedule)
+    if schedule.table(ds_TQ.device).num_segments:
+        _read_dy(dys, operands, schedule, ds_TQ=ds_TQ)
         _scale_members(ds_TQ, operands, schedule)
         if dx_TK is not None:
             _write_dx(ds_TQ, operands, dx_TK, schedule)
@@ -138,15 +165,12 @@ def grouped_backward_weight(
     schedule: TokenSchedule,
 ) -> None:
     """See :func:`alto.kernels.reference.grouped_backward_weight`."""
-    for narrow_TQ in (s_TQ, ds_TQ):
-        assert narrow_TQ.shape == (schedule.num_tokens, operands.max_width)
-        assert narrow_TQ.stride(1) == 1
     table = schedule.table(s_TQ.device)
     if table.num_segments:
         adds_S = table.flags(operands.adds_gradients(schedule.slots))
         if x_TK is not None:
             _accumulate_da(x_TK, ds_TQ, adds_S, operands, schedule)
-        _accumulate_db(s_TQ, dys, adds_S, operands, schedule)
+        _read_dy(dys, operands, schedule, s_TQ=s_TQ, adds_S=adds_S)
 
 
 def row_norms(grads_ZP: Tensor, slots: Sequence[int], sizes: Sequence[int]) -> Tensor:
@@ -168,6 +192,15 @@ def row_norms(grads_ZP: Tensor, slots: Sequence[int], sizes: Sequence[int]) -> T
     )
     to_norms = total_norms_config(grads_ZP.dtype)
     launch(total_norms_kernel, (len(slots), 1, 1), (sums_UC, norms_U, rows_U2), (num_spans,), to_norms)
+    return norms_U
+
+
+def summed_norms(sums_ZC: Tensor, slots: Sequence[int], counts: Sequence[int]) -> Tensor:
+    """See :func:`alto.kernels.reference.summed_norms`; all rows in one launch."""
+    norms_U = sums_ZC.new_empty(len(slots))
+    rows_U2 = upload(list(zip(slots, counts, strict=True)), torch.int64, sums_ZC.device)
+    config = summed_norms_config(sums_ZC.dtype)
+    launch(summed_norms_kernel, (len(slots), 1, 1), (sums_ZC, norms_U, rows_U2), (sums_ZC.stride(0),), config)
     return norms_U
 
 
@@ -232,6 +265,7 @@ class _Part:
         widths: ``N`` of the three.
         strides: Strides of the three over tokens, then of the three over out-features.
         first_place: Index of the first member's entries in a row of :meth:`LoraOperands.table`.
+        first_sum: Index there of the start of the first member's sums of squares.
         num_members: Number of members.
     """
 
@@ -239,6 +273,7 @@ class _Part:
     widths: tuple[int, ...]
     strides: tuple[int, ...]
     first_place: int
+    first_sum: int
     num_members: int
 
     def num_tiles(self, block_w: int) -> int:
@@ -259,6 +294,7 @@ def _parts(tensors: Sequence[Tensor], operands: LoraOperands, schedule: TokenSch
             widths=tuple(tensor.shape[1] for tensor in three),
             strides=tuple(tensor.stride(dim) for dim in range(2) for tensor in three),
             first_place=2 + 3 * first,
+            first_sum=3 + 3 * len(tensors) + first,
             num_members=len(members),
         )
 
@@ -306,24 +342,52 @@ def _scale_members(narrow_TQ: Tensor, operands: LoraOperands, schedule: TokenSch
         narrow_TQ *= ratios_ZQ.index_select(0, schedule.table(narrow_TQ.device).token_slots())
 
 
-def _write_ds(dys: Sequence[Tensor], operands: LoraOperands, ds_TQ: Tensor, schedule: TokenSchedule) -> None:
-    bank, table, places_Z = _factors(operands, dys[0].dtype), schedule.table(ds_TQ.device), operands.table()
-    config = shrink_config(operands.max_rank, dys[0].dtype, operands.params_ZP.dtype)
+def _read_dy(
+    dys: Sequence[Tensor],
+    operands: LoraOperands,
+    schedule: TokenSchedule,
+    *,
+    s_TQ: Tensor | None = None,
+    adds_S: Tensor | None = None,
+    ds_TQ: Tensor | None = None,
+) -> None:
+    """What comes of upstream gradients: the gradients of every ``B`` where ``s_TQ`` and ``adds_S`` are given, and
+    ``ds_TQ`` where that is given, unwritten."""
+    narrow_TQ = s_TQ if ds_TQ is None else ds_TQ
+    assert narrow_TQ is not None
+    for given_TQ in (s_TQ, ds_TQ):
+        assert given_TQ is None or given_TQ.shape == (schedule.num_tokens, operands.max_width)
+        assert given_TQ is None or given_TQ.stride(1) == 1
+    bank, grads_ZP, places_Z = _factors(operands, dys[0].dtype), operands.grads_ZP, operands.table()
+    sums_ZC = grads_ZP if operands.sums_ZC is None else operands.sums_ZC
+    table = schedule.table(narrow_TQ.device)
+    config = dy_config(operands.max_rank, dys[0].dtype, operands.params_ZP.dtype)
+    items_I6 = table.items(
+        0 if ds_TQ is None else config.constants["BLOCK_T"],
+        0 if s_TQ is None else SPLIT // config.constants["GRADIENT_W"],
+    )
     tiles = ceil_div(operands.max_rank, config.constants["TILE"])
     for part in _parts(dys, operands, schedule):
         parts = ceil_div(max(part.widths), SPLIT)
-        planes = _planes(ds_TQ, operands, parts)
-        counters = _counters(ds_TQ.device, table.num_blocks * part.num_members * tiles)
+        planes = _planes(narrow_TQ, operands, parts if ds_TQ is not None else 1)
         launch(
-            ds_kernel,
-            (table.num_blocks, part.num_members, tiles * parts),
-            (*part.tensors, bank, ds_TQ, planes, counters, table.blocks_B6, places_Z),
+            dy_kernel,
+            (len(items_I6), part.num_members, tiles * parts),
             (
-                *(*part.widths, *part.strides, bank.stride(0), ds_TQ.stride(0)),
-                *(parts * ds_TQ.stride(0), places_Z.stride(0), part.first_place, tiles),
+                *(*part.tensors, bank, narrow_TQ if s_TQ is None else s_TQ, narrow_TQ, planes),
+                _counters(narrow_TQ.device, len(items_I6) * part.num_members * tiles),
+                *(grads_ZP, sums_ZC, items_I6, items_I6 if adds_S is None else adds_S),
+                *(table.factors_Z2, places_Z),
+            ),
+            (
+                *(*part.widths, *part.strides, bank.stride(0)),
+                *(narrow_TQ.stride(0) if s_TQ is None else s_TQ.stride(0), narrow_TQ.stride(0)),
+                *(parts * narrow_TQ.stride(0), sums_ZC.stride(0), places_Z.stride(0)),
+                *(part.first_place, part.first_sum, tiles),
             ),
             config,
             IS_SPLIT=parts > 1,
+            HAS_SUMS=operands.sums_ZC is not None,
             ALIGNMENT=operands.alignment,
         )
 
@@ -334,8 +398,8 @@ def _write_dx(ds_TQ: Tensor, operands: LoraOperands, dx_TK: Tensor, schedule: To
     config = expand_config(dx_TK.dtype, operands.params_ZP.dtype)
     launch(
         dx_kernel,
-        (ceil_div(operands.in_features, config.constants["BLOCK_W"]), table.num_blocks, 1),
-        (ds_TQ, bank, dx_TK, table.blocks_B6, table.factors_Z2, places_Z),
+        (ceil_div(operands.in_features, config.constants["BLOCK_W"]), table.num_chunks, 1),
+        (ds_TQ, bank, dx_TK, table.chunks_C6, table.factors_Z2, places_Z),
         (
             *(operands.number, operands.in_features, ds_TQ.stride(0)),
             *(bank.stride(0), *dx_TK.stride(), places_Z.stride(0)),
@@ -350,7 +414,10 @@ def _accumulate_da(
     x_TK: Tensor, ds_TQ: Tensor, adds_S: Tensor, operands: LoraOperands, schedule: TokenSchedule
 ) -> None:
     assert x_TK.shape == (schedule.num_tokens, operands.in_features)
+    assert ds_TQ.shape == (schedule.num_tokens, operands.max_width)
+    assert ds_TQ.stride(1) == 1
     bank, table, places_Z = operands.grads_ZP, schedule.table(x_TK.device), operands.table()
+    sums_ZC = bank if operands.sums_ZC is None else operands.sums_ZC
     config = backward_weight_config(operands.max_width, x_TK.dtype, bank.dtype)
     grid = (
         ceil_div(operands.in_features, config.constants["BLOCK_W"]),
@@ -360,32 +427,14 @@ def _accumulate_da(
     launch(
         da_kernel,
         grid,
-        (x_TK, ds_TQ, bank, table.segments_S6, adds_S, table.factors_Z2, places_Z),
+        (x_TK, ds_TQ, bank, sums_ZC, table.segments_S6, adds_S, table.factors_Z2, places_Z),
         (
             *(operands.number, operands.in_features, *x_TK.stride()),
-            *(ds_TQ.stride(0), bank.stride(0), places_Z.stride(0)),
+            *(ds_TQ.stride(0), bank.stride(0), sums_ZC.stride(0), places_Z.stride(0)),
+            2 + 3 * len(operands.out_features),
         ),
         config,
         DROPOUT=table.has_dropout,
+        HAS_SUMS=operands.sums_ZC is not None,
         ALIGNMENT=operands.alignment,
     )
-
-
-def _accumulate_db(
-    s_TQ: Tensor, dys: Sequence[Tensor], adds_S: Tensor, operands: LoraOperands, schedule: TokenSchedule
-) -> None:
-    bank, table, places_Z = operands.grads_ZP, schedule.table(s_TQ.device), operands.table()
-    config = backward_weight_config(operands.max_rank, dys[0].dtype, bank.dtype)
-    for part in _parts(dys, operands, schedule):
-        tiles = ceil_div(operands.max_rank, config.constants["TILE"])
-        launch(
-            db_kernel,
-            (part.num_tiles(config.constants["BLOCK_W"]), table.num_segments, tiles),
-            (*part.tensors, s_TQ, bank, table.segments_S6, adds_S, table.factors_Z2, places_Z),
-            (
-                *(*part.widths, *part.strides, s_TQ.stride(0)),
-                *(bank.stride(0), places_Z.stride(0), part.first_place),
-            ),
-            config,
-            ALIGNMENT=operands.alignment,
-        )

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from alto.kernels.forward_table import BLOCK_TOKENS
+from alto.kernels.gradients import GradientTiles
 
 __all__ = [
     "ADAMW_BLOCK",
@@ -30,19 +31,22 @@ __all__ = [
     "adamw_config",
     "backward_weight_config",
     "cross_entropy_config",
+    "dy_config",
     "expand_config",
+    "gradient_tiles",
     "narrow_dtype",
     "rms_norm_config",
     "rotary_config",
     "shrink_config",
     "square_sums_config",
+    "summed_norms_config",
     "swiglu_config",
     "total_norms_config",
     "working_dtype",
 ]
 
 SPLIT = 2048
-"""Wide columns of a part of ``shrink_kernel`` and ``ds_kernel``: one number for all shapes, so that the order of a sum
+"""Wide columns of a part of ``shrink_kernel`` and ``dy_kernel``: one number for all shapes, so that the order of a sum
 depends on the layer alone."""
 
 ADAMW_BLOCK = 1024
@@ -51,6 +55,8 @@ ADAMW_BLOCK = 1024
 _NORM_BLOCK, _NORM_TURNS = 1024, 16
 NORM_SPAN = _NORM_BLOCK * _NORM_TURNS
 """Columns whose squares one program sums."""
+_SUMS_BLOCK = 4096
+"""Sums of squares that are loaded at a time."""
 
 MAX_NORM_WIDTH = 16384
 """Widest row that an RMS norm keeps in registers."""
@@ -86,8 +92,7 @@ class KernelConfig:
 
 @cache
 def shrink_config(num_narrow: int, wide: torch.dtype, bank: torch.dtype) -> KernelConfig:
-    """Configuration of ``shrink_kernel`` and ``ds_kernel``, for tokens of dtype ``wide`` and adapters of dtype
-    ``bank``.
+    """Configuration of ``shrink_kernel``, for tokens of dtype ``wide`` and adapters of dtype ``bank``.
 
     Args:
         num_narrow: The most columns of the narrow side.
@@ -95,8 +100,6 @@ def shrink_config(num_narrow: int, wide: torch.dtype, bank: torch.dtype) -> Kern
     Reading the wide side once dominates the time; many of its loads must be in flight at once.
     """
     tile = _tile(num_narrow, wide, bank)
-    if wide.itemsize == 2 and not _multiplies_16_bits(wide, bank):
-        tile = 64  # TF32 factors of wider tiles take more registers than there are
     block_w, num_stages = (64, 3) if _multiplies_16_bits(wide, bank) else (32, 4)
     # Three-pass products keep two parts of every factor in registers, more than four warps have.
     num_warps = 8 if tile == 256 or wide.itemsize > 2 else 4
@@ -114,9 +117,35 @@ def expand_config(wide: torch.dtype, bank: torch.dtype) -> KernelConfig:
 
 
 @cache
+def dy_config(num_narrow: int, wide: torch.dtype, bank: torch.dtype) -> KernelConfig:
+    """Configuration of ``dy_kernel``.
+
+    Both of its sorts of program read ``dy`` from the L2 cache, whose bandwidth limits them: the more tokens or columns
+    they take at once, the less they read of the other side.
+
+    Args:
+        num_narrow: The most ranks of a slot.
+        wide: Type of the tokens.
+        bank: Type of the adapters.
+    """
+    tile = _tile(num_narrow, wide, bank)
+    is_16_bits = _multiplies_16_bits(wide, bank)
+    # Wider tiles leave no registers for more than 64 rows.
+    block_t = 128 if is_16_bits and tile < 128 else BLOCK_TOKENS
+    block_w, gradient_t, num_stages = (64, 64, 3) if is_16_bits else (32, 32, 4)
+    return _product(
+        *(tile, block_t, block_w, wide, bank),
+        num_warps=8,
+        num_stages=num_stages,
+        SPLIT=SPLIT,
+        GRADIENT_T=gradient_t,
+        GRADIENT_W=_gradient_columns(tile, wide, bank),
+    )
+
+
+@cache
 def backward_weight_config(num_narrow: int, wide: torch.dtype, bank: torch.dtype) -> KernelConfig:
-    """Configuration of ``da_kernel`` and ``db_kernel``. Narrow tiles, so that a few slots alone keep all of a GPU
-    busy.
+    """Configuration of ``da_kernel``.
 
     Args:
         num_narrow: The most columns of the narrow side.
@@ -124,9 +153,25 @@ def backward_weight_config(num_narrow: int, wide: torch.dtype, bank: torch.dtype
         bank: Type of the adapters.
     """
     tile = _tile(num_narrow, wide, bank)
-    # Factors of 32 bits take more registers than four warps have.
-    block_t, num_warps = (64, 8 if tile == 256 else 4) if _multiplies_16_bits(wide, bank) else (32, 8)
-    return _product(tile, block_t, 64, wide, bank, num_warps=num_warps, num_stages=2)
+    block_t, block_w = 64 if _multiplies_16_bits(wide, bank) else 32, _gradient_columns(tile, wide, bank)
+    return _product(tile, block_t, block_w, wide, bank, num_warps=8, num_stages=2)
+
+
+def gradient_tiles(base: torch.dtype, bank: torch.dtype) -> GradientTiles | None:
+    """See :func:`alto.kernels.reference.gradient_tiles`. Where a bank's ranks are so few that its tiles are smaller, an
+    adapter has one tile of ranks, as it has with the largest."""
+    largest = _largest_tile(base, bank)
+    return GradientTiles(
+        wide=_gradient_columns(64, base, bank),
+        narrow=largest,
+        many=128,
+        wide_of_many=_gradient_columns(largest, base, bank),
+    )
+
+
+def _gradient_columns(tile: int, wide: torch.dtype, bank: torch.dtype) -> int:
+    """Wide columns of a program that computes a tile of a gradient: as many as there are registers for."""
+    return 128 if _multiplies_16_bits(wide, bank) and tile < 256 else 64
 
 
 def narrow_dtype(wide: torch.dtype, bank: torch.dtype) -> torch.dtype:
@@ -151,6 +196,12 @@ def square_sums_config(bank: torch.dtype) -> KernelConfig:
     """Configuration of ``square_sums_kernel``."""
     constants = {"BLOCK": _NORM_BLOCK, "TURNS": _NORM_TURNS, "ACCUMULATOR": _exact(bank)}
     return KernelConfig(constants=constants, num_warps=4, num_stages=1)
+
+
+@cache
+def summed_norms_config(bank: torch.dtype) -> KernelConfig:
+    """Configuration of ``summed_norms_kernel``: one program has all sums of a slot, so many at a time."""
+    return KernelConfig(constants={"BLOCK": _SUMS_BLOCK, "ACCUMULATOR": _exact(bank)}, num_warps=8, num_stages=1)
 
 
 @cache
@@ -214,8 +265,14 @@ def _tile(num_narrow: int, wide: torch.dtype, bank: torch.dtype) -> int:
 
     Few sizes, because each is compiled separately; within one, a slot computes only its own columns.
     """
-    largest = 64 if torch.float64 in (wide, bank) else 256 if _multiplies_16_bits(wide, bank) else 128
-    return max(64, min(largest, triton.next_power_of_2(num_narrow)))
+    return max(64, min(_largest_tile(wide, bank), triton.next_power_of_2(num_narrow)))
+
+
+def _largest_tile(wide: torch.dtype, bank: torch.dtype) -> int:
+    if _multiplies_16_bits(wide, bank):
+        return 256
+    # TF32 factors of wider tiles take more registers than there are beside 16-bit tokens.
+    return 64 if torch.float64 in (wide, bank) or wide.itemsize == 2 else 128
 
 
 def _product(

@@ -7,14 +7,15 @@ rank. An adapter fills its row from the start, without padding; what is behind i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from alto.kernels import GradientSteps, GroupGradients, LoraOperands, SlotTensors
+from alto.kernels import GradientSteps, GradientTiles, GroupGradients, LoraOperands, SlotTensors
 from alto.lora.layout import AdapterShape, BankLayout, ExtraTensor, RowPlaces, TargetModule
+from alto.lora.square_sums import SquareSums
 from alto.lora.weights import AdapterWeights
 from alto.spec import AdapterDtype
 from alto.spec.initial_weights import InitLoraWeights
@@ -41,7 +42,9 @@ class AdapterBank:
         params_ZP: Adapter weights.
         working_ZP: Copies of the weights in the dtype of products; None where products read the weights themselves.
             Whoever writes weights of a slot calls :meth:`copy_weights`.
-        grads_ZP: Their gradients; accumulated by the backward pass, of use until :meth:`end_gradients`.
+        grads_ZP: Their gradients; accumulated by the backward pass, of use until :meth:`end_gradients`. Whoever else
+            writes them calls :meth:`forget_square_sums`.
+        square_sums: Sums of squares of gradients; None where kernels leave none.
         anchor: A scalar that requires grad; see :func:`alto.kernels.grouped_lora_linear`.
     """
 
@@ -62,6 +65,7 @@ class AdapterBank:
         self.params_ZP = torch.zeros(num_slots, layout.row_size, device=device, dtype=dtype)
         self.grads_ZP = torch.zeros_like(self.params_ZP, device=None if has_grads else "meta")
         self.working_ZP: Tensor | None = None
+        self.square_sums: SquareSums | None = None
         self.anchor = torch.zeros((), device=device, requires_grad=True)
         self._steps = GradientSteps(num_slots)
         self._gradients = {
@@ -78,6 +82,15 @@ class AdapterBank:
         assert not self._operands, "operands would not know of them"
         self.working_ZP = None if dtype is None else self.params_ZP.to(dtype, copy=True)
 
+    def keep_square_sums(self, tiles: GradientTiles | None) -> None:
+        """Keep the sums of squares that kernels leave of their ``tiles`` of gradients
+        (:func:`alto.kernels.reference.gradient_tiles`), before operands are handed out; None for no sums."""
+        assert not self._operands, "operands would not know of them"
+        exact = torch.promote_types(self.params_ZP.dtype, torch.float32)
+        self.square_sums = tiles and SquareSums(
+            *(self.layout, self._gradients.keys(), self.num_slots, tiles), device=self.params_ZP.device, dtype=exact
+        )
+
     def operands(self, group_index: int, number: int) -> LoraOperands:
         """The view of the bank for group ``group_index`` of the layout; it stays valid as jobs come and go.
 
@@ -93,6 +106,7 @@ class AdapterBank:
         def seen(bank_ZP: Tensor) -> Tensor:
             return bank_ZP.view(1, -1).expand(num_experts * self.num_slots, -1) if num_experts else bank_ZP
 
+        square_sums = self.square_sums if group_index in self._gradients else None
         operands = LoraOperands(
             number=number,
             in_features=group[0].in_features,
@@ -103,6 +117,8 @@ class AdapterBank:
             rank_step=self.layout.rank_step,
             gradients=self._gradients.get(group_index),
             working_ZP=None if self.working_ZP is None else seen(self.working_ZP),
+            sums_ZC=None if square_sums is None else square_sums.sums_ZC,
+            tiles=None if square_sums is None else square_sums.tiles,
         )
         self._operands.append((group_index, operands))
         for slot in self._places:
@@ -132,7 +148,7 @@ class AdapterBank:
         self.params_ZP[slot].zero_()
         self.copy_weights(slot)
         self.grads_ZP[slot].zero_()
-        self._steps.end([slot])
+        self.end_gradients([slot])
         self._places[slot] = places = self.layout.places(shape)
         is_added = any(any(place.ranks) and index not in self._gradients for index, place in enumerate(places.groups))
         if places.extras or is_added:
@@ -163,6 +179,8 @@ class AdapterBank:
             if len(left) == len(targeted):
                 self.grads_ZP[slot, : places.end].zero_()
                 continue
+            if not left and self.square_sums is not None:
+                self.square_sums.complete(slot)
             for index in left:
                 group, place = self.layout.groups[index], places.groups[index]
                 a_end = place.a_start + group[0].in_features * sum(place.ranks)
@@ -178,6 +196,18 @@ class AdapterBank:
     def end_gradients(self, slots: Sequence[int]) -> None:
         """End the present step of ``slots``, whose gradients are of no use any more."""
         self._steps.end(slots)
+        self.forget_square_sums(slots)
+
+    def clear_gradients(self, slots: Sequence[int]) -> None:
+        """Set the gradients of ``slots`` to zero, whose step begins anew."""
+        for slot in slots:
+            self.grads_ZP[slot].zero_()
+        self.end_gradients(slots)
+
+    def forget_square_sums(self, slots: Collection[int]) -> None:
+        """Whatever :meth:`complete_gradients` has found of ``slots``, their gradients have changed since."""
+        if self.square_sums is not None:
+            self.square_sums.forget(slots)
 
     def is_free(self, slot: int) -> bool:
         """Whether no adapter has ``slot``."""
@@ -287,7 +317,9 @@ class AdapterBank:
     def _assign(self, operands: LoraOperands, group_index: int, slot: int) -> None:
         place, first = self.places(slot).groups[group_index], self.layout.groups[group_index][0]
         if first.num_experts is None:
-            operands.assign(slot, place.ranks, place.a_start, place.b_starts, place.ratios)
+            sums = self.square_sums
+            sums_start = 0 if sums is None else sums.starts(self.places(slot).groups)[group_index]
+            operands.assign(slot, place.ranks, place.a_start, place.b_starts, place.ratios, sums_start)
             return
         row_start, (rank,) = slot * self.layout.row_size, place.ranks
         for expert in range(first.num_experts):

@@ -48,8 +48,7 @@ def compile_kernels(
         ys = [torch.empty(1, width, dtype=dtype, device=device) for width in operands.out_features]
         s_TQ = ops.grouped_shrink(x_TK, operands, schedule)
         ops.grouped_expand(s_TQ, operands, ys, schedule)
-        ds_TQ = ops.grouped_backward_input(ys, operands, torch.empty_like(x_TK), schedule)
-        ops.grouped_backward_weight(x_TK, s_TQ, ys, ds_TQ, operands, schedule)
+        ops.grouped_backward(x_TK, s_TQ, ys, operands, torch.empty_like(x_TK), schedule)
 
     def run() -> None:
         also()
@@ -57,6 +56,8 @@ def compile_kernels(
             for schedule in schedules:
                 run_group(operands, schedule)
         norms = ops.row_norms(bank.grads_ZP, [0], [1])
+        if bank.square_sums is not None:
+            ops.summed_norms(bank.square_sums.sums_ZC, [0], [1])
         if has_adamw:
             ops.bank_adamw(
                 *(bank.params_ZP, bank.grads_ZP, optimizer.exp_avg_ZP, optimizer.exp_avg_sq_ZP, bank.working_ZP),

@@ -11,6 +11,7 @@ from torch import Tensor
 from alto.kernels import choose_backend, rounding_key, upload
 from alto.lora.bank import AdapterBank
 from alto.lora.eight_bit import EightBitAdamW
+from alto.lora.gradient_norms import gradient_norms
 from alto.lora.row_optimizer import RowOptimizer
 from alto.lora.torch_optimizers import TORCH_OPTIMIZERS, TorchOptimizer
 from alto.spec import JobConfig
@@ -83,7 +84,7 @@ class SlotAdamW:
 
     def gradient_norms(self, slots: Sequence[int]) -> Tensor:
         """Norm ``[len(slots)]`` of every named slot's gradient in the bank."""
-        return self._ops.row_norms(self._bank.grads_ZP, slots, [self._bank.places(slot).end for slot in slots])
+        return gradient_norms(self._ops, self._bank, slots)
 
     def step(self, updates: Sequence[SlotUpdate], norms: Tensor) -> None:
         """One step of every given slot on the gradients in the bank, which are of no use afterwards.

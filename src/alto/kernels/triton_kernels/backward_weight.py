@@ -1,10 +1,11 @@
 """``gradient_i += scale_i * wide[i]ᵀ @ narrow[i]``: the gradient of every slot's own matrix from its own tokens.
 
-The first product of a slot's step overwrites what its last step has left, which is not even read.
+The first product of a slot's step overwrites what its last step has left, which is not even read. Of every tile that is
+written the sum of its squares is left too, so that the norm of a gradient needs no pass over it.
 
 One program owns its part of a gradient and reads the slot's tokens in order: no atomics, the same bits every time and
 for any other slots. A segment is one program's loop, at any length. Splitting long ones over programs would take
-a workspace and a second pass; with tiles of 64 columns one slot of an 8B model already makes 64 to 224 programs, and
+a workspace and a second pass; with tiles of 128 columns one slot of an 8B model already makes 32 to 112 programs, and
 every further slot as many again.
 """
 
@@ -14,16 +15,16 @@ import triton
 import triton.language as tl
 
 from alto.kernels.triton_kernels.dropout import is_kept, token_keys
-from alto.kernels.triton_kernels.members import of_member, tile_of_members
 
-__all__ = ["da_kernel", "db_kernel"]
+__all__ = ["accumulate_by_own_tile", "da_kernel"]
 
 
-@triton.jit(do_not_specialize=["number", "stride_z", "stride_place"])
+@triton.jit(do_not_specialize=["number", "stride_z", "stride_sums_z", "stride_place", "first_sum"])
 def da_kernel(
     x_TK,
     ds_TQ,
     grads_ZP,
+    sums_ZC,
     segments_S6,
     adds_S,
     factors_Z2,
@@ -34,8 +35,11 @@ def da_kernel(
     stride_x_k,
     stride_ds_t,
     stride_z,
+    stride_sums_z,
     stride_place,
+    first_sum,
     DROPOUT: tl.constexpr,
+    HAS_SUMS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -49,7 +53,9 @@ def da_kernel(
     Grid: tiles of ``BLOCK_W`` features, segments, tiles of ``TILE`` columns of ``Q``.
 
     Args:
+        sums_ZC: Sums of squares of the tiles of gradients; any tensor where none are kept (``HAS_SUMS``).
         adds_S: Of every segment 1 where the product is added to what is there, 0 where it overwrites it, int32.
+        first_sum: Of a row of ``places_Z`` the index of where the sums of ``A`` start.
     """
     first_wide = tl.program_id(0) * BLOCK_W
     segment = segments_S6 + 6 * tl.program_id(1)
@@ -62,12 +68,14 @@ def da_kernel(
     if num_columns <= 0:
         return
     a_start = tl.multiple_of(slot * stride_z + tl.load(place + 1), ALIGNMENT)
-    _accumulate_by_own_tile(
+    accumulate_by_own_tile(
         x_TK + first.to(tl.int64) * stride_x_t,
         ds_TQ + first.to(tl.int64) * stride_ds_t + first_column,
         grads_ZP + a_start + first_wide * width + first_column,
         segment,
         adds_S + tl.program_id(1),
+        sums_ZC + slot * stride_sums_z + tl.program_id(0) * tl.cdiv(width, TILE) + tl.program_id(2),
+        place + first_sum,
         tl.load(factors_Z2 + 2 * slot) * tl.load(factors_Z2 + 2 * slot + 1),
         number,
         first_wide,
@@ -79,84 +87,7 @@ def da_kernel(
         width,
         1,
         DROPOUT,
-        TILE,
-        BLOCK_T,
-        BLOCK_W,
-        OPERAND,
-        ACCUMULATOR,
-        PRECISION,
-    )
-
-
-@triton.jit(do_not_specialize=["stride_z", "stride_place", "first_place"])
-def db_kernel(
-    dy_0,
-    dy_1,
-    dy_2,
-    s_TQ,
-    grads_ZP,
-    segments_S6,
-    adds_S,
-    factors_Z2,
-    places_Z,
-    num_0,
-    num_1,
-    num_2,
-    stride_0_t,
-    stride_1_t,
-    stride_2_t,
-    stride_0_n,
-    stride_1_n,
-    stride_2_n,
-    stride_s_t,
-    stride_z,
-    stride_place,
-    first_place,
-    ALIGNMENT: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    OPERAND: tl.constexpr,
-    ACCUMULATOR: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """``db_i += scale_i * s[i]ᵀ @ dy[i]`` of up to three members.
-
-    Grid: tiles of ``BLOCK_W`` out-features of all members, segments, tiles of ``TILE`` ranks.
-
-    Args:
-        first_place: Where the first of the members begins in a row of ``places_Z``.
-    """
-    member, first_wide = tile_of_members(tl.program_id(0), num_0, num_1, BLOCK_W)
-    segment = segments_S6 + 6 * tl.program_id(1)
-    slot = tl.load(segment).to(tl.int64)
-    first = tl.load(segment + 1)
-    place = places_Z + slot * stride_place + first_place + 3 * member
-    column = tl.multiple_of(tl.load(place), ALIGNMENT)
-    first_rank = tl.program_id(2) * TILE
-    num_ranks = tl.multiple_of(tl.minimum(tl.load(place + 1).to(tl.int32) - first_rank, TILE), ALIGNMENT)
-    if num_ranks <= 0:
-        return
-    b_start = tl.multiple_of(slot * stride_z + tl.load(place + 2), ALIGNMENT)
-    num_wide = of_member(member, num_0, num_1, num_2)
-    stride_dy_t = of_member(member, stride_0_t, stride_1_t, stride_2_t)
-    _accumulate_by_own_tile(
-        of_member(member, dy_0, dy_1, dy_2) + first.to(tl.int64) * stride_dy_t,
-        s_TQ + first.to(tl.int64) * stride_s_t + column + first_rank,
-        grads_ZP + b_start + first_rank * num_wide + first_wide,
-        segment,
-        adds_S + tl.program_id(1),
-        tl.load(factors_Z2 + 2 * slot),
-        0,
-        first_wide,
-        num_wide,
-        num_ranks,
-        stride_dy_t,
-        of_member(member, stride_0_n, stride_1_n, stride_2_n),
-        stride_s_t,
-        1,
-        num_wide,
-        False,
+        HAS_SUMS,
         TILE,
         BLOCK_T,
         BLOCK_W,
@@ -167,12 +98,14 @@ def db_kernel(
 
 
 @triton.jit
-def _accumulate_by_own_tile(
+def accumulate_by_own_tile(
     wide_TW,
     narrow_TR,
     gradient_WR,
     segment,
     adds,
+    sums,
+    start_of_sums,
     factor,
     number,
     first_wide,
@@ -184,6 +117,7 @@ def _accumulate_by_own_tile(
     stride_gradient_w,
     stride_gradient_r,
     DROPOUT: tl.constexpr,
+    HAS_SUMS: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_W: tl.constexpr,
@@ -191,6 +125,13 @@ def _accumulate_by_own_tile(
     ACCUMULATOR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """The tokens of a segment into a tile of their slot's gradient.
+
+    Args:
+        adds: 1 where the product is added to what is there, 0 where it overwrites it.
+        sums: Where the sum of squares is stored, counted from the start of the matrix's sums.
+        start_of_sums: Where that start is.
+    """
     # The smallest tile that holds the slot's own ranks; the widest take half the step, to fit in shared memory.
     for exponent in tl.static_range(5, 9):
         if 2**exponent <= TILE:
@@ -201,6 +142,8 @@ def _accumulate_by_own_tile(
                     gradient_WR,
                     segment,
                     adds,
+                    sums,
+                    start_of_sums,
                     factor,
                     number,
                     first_wide,
@@ -212,6 +155,7 @@ def _accumulate_by_own_tile(
                     stride_gradient_w,
                     stride_gradient_r,
                     DROPOUT,
+                    HAS_SUMS,
                     2**exponent,
                     BLOCK_T if exponent <= 6 else BLOCK_T // 2,
                     BLOCK_W,
@@ -228,6 +172,8 @@ def _accumulate(
     gradient_WR,
     segment,
     adds,
+    sums,
+    start_of_sums,
     factor,
     number,
     first_wide,
@@ -239,6 +185,7 @@ def _accumulate(
     stride_gradient_w,
     stride_gradient_r,
     DROPOUT: tl.constexpr,
+    HAS_SUMS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_W: tl.constexpr,
@@ -277,4 +224,9 @@ def _accumulate(
     num_added = num_narrow * tl.load(adds)
     gradient = tl.load(gradient_WR, mask=(w < num_wide) & (r < num_added), other=0.0).to(ACCUMULATOR)
     gradient += total * factor.to(ACCUMULATOR)
-    tl.store(gradient_WR, gradient.to(gradient_WR.dtype.element_ty), mask=mask)
+    written = gradient.to(gradient_WR.dtype.element_ty)
+    tl.store(gradient_WR, written, mask=mask)
+    if HAS_SUMS:
+        # Outside of the mask both factors were zero.
+        rounded = written.to(ACCUMULATOR)
+        tl.store(sums + tl.load(start_of_sums), tl.sum(rounded * rounded))

@@ -1,7 +1,8 @@
 """``wide[i] = scale_i * narrow[i] @ weight_i``: every slot's up-projection.
 
 The frozen GEMM adds its product to what is written here: so no kernel reads and writes all outputs once more. Tokens of
-a slot without ranks get zeros."""
+a slot without ranks get zeros. A program has a chunk of several blocks of a slot's tokens, for which it reads its part
+of the slot's matrix once."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ def expand_kernel(
     y_0,
     y_1,
     y_2,
-    blocks_B6,
+    chunks_C6,
     factors_Z2,
     places_Z,
     num_0,
@@ -45,15 +46,15 @@ def expand_kernel(
     ACCUMULATOR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """``y[i] = scale_i * s[i] @ b_i`` of up to three members. Grid: tiles of all members, blocks of tokens.
+    """``y[i] = scale_i * s[i] @ b_i`` of up to three members. Grid: tiles of all members, chunks of tokens.
 
     Args:
         first_place: Where the first of the members begins in a row of ``places_Z``.
     """
     member, first_wide = tile_of_members(tl.program_id(0), num_0, num_1, BLOCK_W)
-    block = blocks_B6 + 6 * tl.program_id(1)
-    slot = tl.load(block).to(tl.int64)
-    first = tl.load(block + 1)
+    chunk = chunks_C6 + 6 * tl.program_id(1)
+    slot = tl.load(chunk).to(tl.int64)
+    first = tl.load(chunk + 1)
     place = places_Z + slot * stride_place + first_place + 3 * member
     column = tl.multiple_of(tl.load(place), ALIGNMENT)
     rank = tl.multiple_of(tl.load(place + 1).to(tl.int32), ALIGNMENT)
@@ -65,7 +66,7 @@ def expand_kernel(
         s_TQ + first.to(tl.int64) * stride_s_t + column,
         params_ZP + b_start + first_wide,
         of_member(member, y_0, y_1, y_2) + first.to(tl.int64) * stride_y_t,
-        block,
+        chunk,
         tl.load(factors_Z2 + 2 * slot),
         0,
         rank,
@@ -91,7 +92,7 @@ def dx_kernel(
     ds_TQ,
     params_ZP,
     dx_TK,
-    blocks_B6,
+    chunks_C6,
     factors_Z2,
     places_Z,
     number,
@@ -110,11 +111,11 @@ def dx_kernel(
     ACCUMULATOR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """``dx[i] = dropout_i(scale_i * ds[i] @ a_iᵀ)``. Grid: tiles of ``BLOCK_W`` features, blocks of tokens."""
+    """``dx[i] = dropout_i(scale_i * ds[i] @ a_iᵀ)``. Grid: tiles of ``BLOCK_W`` features, chunks of tokens."""
     first_wide = tl.program_id(0) * BLOCK_W
-    block = blocks_B6 + 6 * tl.program_id(1)
-    slot = tl.load(block).to(tl.int64)
-    first = tl.load(block + 1)
+    chunk = chunks_C6 + 6 * tl.program_id(1)
+    slot = tl.load(chunk).to(tl.int64)
+    first = tl.load(chunk + 1)
     place = places_Z + slot * stride_place
     width = tl.multiple_of(tl.load(place).to(tl.int32), ALIGNMENT)
     a_start = tl.multiple_of(slot * stride_z + tl.load(place + 1), ALIGNMENT)
@@ -122,7 +123,7 @@ def dx_kernel(
         ds_TQ + first.to(tl.int64) * stride_ds_t,
         params_ZP + a_start + first_wide * width,
         dx_TK + first.to(tl.int64) * stride_dx_t,
-        block,
+        chunk,
         tl.load(factors_Z2 + 2 * slot) * tl.load(factors_Z2 + 2 * slot + 1),
         number,
         width,
@@ -148,7 +149,7 @@ def _expand_by_own_tile(
     narrow_TR,
     weight_RW,
     wide_TW,
-    block,
+    chunk,
     factor,
     number,
     num_narrow,
@@ -170,12 +171,12 @@ def _expand_by_own_tile(
     # The smallest tile that holds the slot's own ranks; the largest is repeated where there are more.
     for exponent in tl.static_range(5, 7):
         if 2**exponent <= TILE:
-            if (num_narrow <= 2**exponent or 2**exponent == TILE) and (num_narrow > 2**exponent // 2 or exponent == 5):
+            if (num_narrow <= 2**exponent) and (num_narrow > 2**exponent // 2 or exponent == 5):
                 _expand(
                     narrow_TR,
                     weight_RW,
                     wide_TW,
-                    block,
+                    chunk,
                     factor,
                     number,
                     num_narrow,
@@ -187,6 +188,7 @@ def _expand_by_own_tile(
                     stride_wide_t,
                     stride_wide_w,
                     DROPOUT,
+                    True,
                     2**exponent,
                     BLOCK_T,
                     BLOCK_W,
@@ -194,6 +196,31 @@ def _expand_by_own_tile(
                     ACCUMULATOR,
                     PRECISION,
                 )
+    if num_narrow > TILE:
+        _expand(
+            narrow_TR,
+            weight_RW,
+            wide_TW,
+            chunk,
+            factor,
+            number,
+            num_narrow,
+            first_wide,
+            num_wide,
+            stride_narrow_t,
+            stride_weight_r,
+            stride_weight_w,
+            stride_wide_t,
+            stride_wide_w,
+            DROPOUT,
+            False,
+            TILE,
+            BLOCK_T,
+            BLOCK_W,
+            OPERAND,
+            ACCUMULATOR,
+            PRECISION,
+        )
 
 
 @triton.jit
@@ -201,7 +228,7 @@ def _expand(
     narrow_TR,
     weight_RW,
     wide_TW,
-    block,
+    chunk,
     factor,
     number,
     num_narrow,
@@ -213,6 +240,7 @@ def _expand(
     stride_wide_t,
     stride_wide_w,
     DROPOUT: tl.constexpr,
+    IS_ONE_TILE: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_W: tl.constexpr,
@@ -220,29 +248,45 @@ def _expand(
     ACCUMULATOR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    num_tokens = tl.load(block + 2) - tl.load(block + 1)
-    t = tl.arange(0, BLOCK_T)[:, None]
+    num_tokens = tl.load(chunk + 2) - tl.load(chunk + 1)
+    tokens = tl.arange(0, BLOCK_T)[:, None]
     columns = tl.arange(0, BLOCK_W)[None, :]
     w = first_wide + columns
-    ranks = tl.arange(0, BLOCK_R)
-    wide_TW += t * stride_wide_t + w * stride_wide_w
-    mask = (t < num_tokens) & (w < num_wide)
-    total = tl.zeros((BLOCK_T, BLOCK_W), dtype=ACCUMULATOR)
-    for first_rank in range(0, num_narrow, BLOCK_R):
-        r = first_rank + ranks
-        # Both sides are masked: a zero times the NaN of unwritten memory would be NaN.
-        narrow = tl.load(
-            narrow_TR + t * stride_narrow_t + r[None, :],
-            mask=(t < num_tokens) & (r[None, :] < num_narrow),
-            other=0.0,
-        )
-        weight = tl.load(
-            weight_RW + r[:, None] * stride_weight_r + columns * stride_weight_w,
-            mask=(r[:, None] < num_narrow) & (w < num_wide),
-            other=0.0,
-        )
-        total = tl.dot(narrow.to(OPERAND), weight.to(OPERAND), total, input_precision=PRECISION, out_dtype=ACCUMULATOR)
+    r = tl.arange(0, BLOCK_R)
     if DROPOUT:
-        keys = token_keys(tl.load(block + 4), number, tl.load(block + 3) + t)
-        total = tl.where(is_kept(keys, w, tl.load(block + 5)), total, 0.0)
-    tl.store(wide_TW, (total * factor.to(ACCUMULATOR)).to(wide_TW.dtype.element_ty), mask=mask)
+        place = tl.load(chunk + 3)
+        stream_key = tl.load(chunk + 4)
+        threshold = tl.load(chunk + 5)
+    weight_RW += r[:, None] * stride_weight_r + columns * stride_weight_w
+    if IS_ONE_TILE:
+        # Both sides are masked: a zero times the NaN of unwritten memory would be NaN.
+        kept = tl.load(weight_RW, mask=(r[:, None] < num_narrow) & (w < num_wide), other=0.0).to(OPERAND)
+    for first_token in range(0, num_tokens, BLOCK_T):
+        t = first_token + tokens
+        start = tl.cast(first_token, tl.int64)
+        total = tl.zeros((BLOCK_T, BLOCK_W), dtype=ACCUMULATOR)
+        narrow_TR_here = narrow_TR + start * stride_narrow_t + tokens * stride_narrow_t + r[None, :]
+        if IS_ONE_TILE:
+            narrow = tl.load(narrow_TR_here, mask=(t < num_tokens) & (r[None, :] < num_narrow), other=0.0)
+            total = tl.dot(narrow.to(OPERAND), kept, total, input_precision=PRECISION, out_dtype=ACCUMULATOR)
+        else:
+            for first_rank in range(0, num_narrow, BLOCK_R):
+                num_left = num_narrow - first_rank
+                narrow = tl.load(
+                    narrow_TR_here + first_rank, mask=(t < num_tokens) & (r[None, :] < num_left), other=0.0
+                )
+                weight = tl.load(
+                    weight_RW + first_rank * stride_weight_r,
+                    mask=(r[:, None] < num_left) & (w < num_wide),
+                    other=0.0,
+                )
+                total = tl.dot(
+                    narrow.to(OPERAND), weight.to(OPERAND), total, input_precision=PRECISION, out_dtype=ACCUMULATOR
+                )
+        if DROPOUT:
+            total = tl.where(is_kept(token_keys(stream_key, number, place + t), w, threshold), total, 0.0)
+        tl.store(
+            wide_TW + start * stride_wide_t + (tokens * stride_wide_t + w * stride_wide_w),
+            (total * factor.to(ACCUMULATOR)).to(wide_TW.dtype.element_ty),
+            mask=(t < num_tokens) & (w < num_wide),
+        )

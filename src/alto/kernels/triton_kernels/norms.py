@@ -7,7 +7,7 @@ import triton.language as tl
 
 from alto.kernels.triton_kernels.rows import load_columns
 
-__all__ = ["square_sums_kernel", "total_norms_kernel"]
+__all__ = ["square_sums_kernel", "summed_norms_kernel", "total_norms_kernel"]
 
 
 @triton.jit(do_not_specialize=["stride_z", "stride_u"])
@@ -78,3 +78,20 @@ def total_norms_kernel(
         columns = first + tl.arange(0, BLOCK)
         total += tl.load(sums_UC + row * stride_u + columns, mask=columns < num_sums, other=0.0)
     tl.store(norms_U + row, tl.sqrt(tl.sum(total)))
+
+
+@triton.jit(do_not_specialize=["stride_z"])
+def summed_norms_kernel(sums_ZC, norms_U, rows_U2, stride_z, BLOCK: tl.constexpr, ACCUMULATOR: tl.constexpr):
+    """The root of the sum of a row's first numbers. Grid: rows ``U``.
+
+    Args:
+        rows_U2: Row of ``sums_ZC`` and how many of its numbers count, int64.
+    """
+    row = rows_U2 + 2 * tl.program_id(0)
+    sums_C = sums_ZC + tl.load(row) * stride_z
+    num_sums = tl.load(row + 1)
+    total = tl.zeros((BLOCK,), dtype=ACCUMULATOR)
+    for first in range(0, num_sums, BLOCK):
+        columns = first + tl.arange(0, BLOCK)
+        total += tl.load(sums_C + columns, mask=columns < num_sums, other=0.0)
+    tl.store(norms_U + tl.program_id(0), tl.sqrt(tl.sum(total)))

@@ -11,9 +11,8 @@ import triton
 import triton.language as tl
 
 from alto.kernels.triton_kernels.dropout import is_kept, token_keys
-from alto.kernels.triton_kernels.members import of_member
 
-__all__ = ["ds_kernel", "shrink_kernel"]
+__all__ = ["shrink_by_own_tile", "shrink_kernel"]
 
 
 @triton.jit(do_not_specialize=["number", "stride_z", "stride_planes_t", "stride_place"])
@@ -66,7 +65,7 @@ def shrink_kernel(
     num_columns = tl.multiple_of(tl.minimum(width - first_column, TILE), ALIGNMENT)
     if num_columns <= 0:
         return
-    _shrink_by_own_tile(
+    shrink_by_own_tile(
         x_TK + first.to(tl.int64) * stride_x_t,
         params_ZP + a_start + first_column,
         s_TQ + first.to(tl.int64) * stride_s_t + first_column,
@@ -98,102 +97,8 @@ def shrink_kernel(
     )
 
 
-@triton.jit(do_not_specialize=["stride_z", "stride_planes_t", "stride_place", "first_place"])
-def ds_kernel(
-    dy_0,
-    dy_1,
-    dy_2,
-    params_ZP,
-    ds_TQ,
-    planes_TCQ,
-    counters,
-    blocks_B6,
-    places_Z,
-    num_0,
-    num_1,
-    num_2,
-    stride_0_t,
-    stride_1_t,
-    stride_2_t,
-    stride_0_n,
-    stride_1_n,
-    stride_2_n,
-    stride_z,
-    stride_ds_t,
-    stride_planes_t,
-    stride_place,
-    first_place,
-    num_tiles,
-    IS_SPLIT: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    SPLIT: tl.constexpr,
-    OPERAND: tl.constexpr,
-    ACCUMULATOR: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """``ds[i] = dy[i] @ b_iᵀ`` of up to three members.
-
-    Grid: blocks of tokens, members, tiles of ``TILE`` ranks for each part of ``SPLIT`` out-features.
-
-    Args:
-        planes_TCQ, counters, IS_SPLIT: As of :func:`shrink_kernel`; a counter for every block, member and tile.
-        num_tiles: Tiles of ranks.
-        first_place: Where the first of the members begins in a row of ``places_Z``.
-    """
-    block = blocks_B6 + 6 * tl.program_id(0)
-    slot = tl.load(block).to(tl.int64)
-    first = tl.load(block + 1)
-    member = tl.program_id(1)
-    place = places_Z + slot * stride_place + first_place + 3 * member
-    column = tl.multiple_of(tl.load(place), ALIGNMENT)
-    part = tl.program_id(2) // num_tiles
-    tile = tl.program_id(2) % num_tiles
-    first_rank = tile * TILE
-    num_ranks = tl.multiple_of(tl.minimum(tl.load(place + 1).to(tl.int32) - first_rank, TILE), ALIGNMENT)
-    if num_ranks <= 0:
-        return
-    b_start = tl.multiple_of(slot * stride_z + tl.load(place + 2), ALIGNMENT)
-    num_wide = of_member(member, num_0, num_1, num_2)
-    if part * SPLIT >= num_wide:
-        return
-    stride_dy_t = of_member(member, stride_0_t, stride_1_t, stride_2_t)
-    _shrink_by_own_tile(
-        of_member(member, dy_0, dy_1, dy_2) + first.to(tl.int64) * stride_dy_t,
-        params_ZP + b_start + first_rank * num_wide,
-        ds_TQ + first.to(tl.int64) * stride_ds_t + column + first_rank,
-        planes_TCQ,
-        counters,
-        block,
-        1.0,
-        0,
-        part,
-        (column + first_rank).to(tl.int32),
-        num_tiles,
-        num_wide,
-        num_ranks,
-        stride_dy_t,
-        of_member(member, stride_0_n, stride_1_n, stride_2_n),
-        1,
-        num_wide,
-        stride_ds_t,
-        stride_planes_t,
-        False,
-        IS_SPLIT,
-        TILE,
-        BLOCK_T,
-        BLOCK_W,
-        SPLIT,
-        OPERAND,
-        ACCUMULATOR,
-        PRECISION,
-    )
-
-
 @triton.jit
-def _shrink_by_own_tile(
+def shrink_by_own_tile(
     wide_TW,
     weight_WR,
     narrow_TR,
@@ -223,6 +128,13 @@ def _shrink_by_own_tile(
     ACCUMULATOR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """A block of tokens through the ``num_narrow`` columns of its slot.
+
+    Args:
+        counters: A zero for every program but those of other parts, int32, left as zeros: how many parts are done.
+        column: Of the narrow tensor the first that is written, by which its place in a plane is found.
+        num_tiles: Tiles of the third dimension of the grid, each for all parts.
+    """
     # The smallest tile that holds the slot's own ranks: a slot of rank 16 does not pay for a neighbour of rank 128. The
     # widest take half the step, to fit in shared memory.
     for exponent in tl.static_range(5, 9):
