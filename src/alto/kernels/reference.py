@@ -29,6 +29,7 @@ __all__ = [
     "grouped_backward_weight",
     "grouped_expand",
     "grouped_shrink",
+    "narrow_rows",
     "row_norms",
     "summed_norms",
     "working_dtype",
