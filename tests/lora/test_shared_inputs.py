@@ -81,7 +81,7 @@ class Pair:
         weights, operands = tuple(map(FrozenWeight, bases)), bank.operands(0, 0)
         none = [None] * len(bases)
         dora = Dora(weights, bank.anchor, operands, self.calls, none)
-        shared = SharedInput(weights, bank, operands, self.context, none, dora, self.calls)
+        shared = SharedInput(weights, bank, operands, self.context, none, dora)
         self.layers = [MultiLoraLinear(base, f"{member}", shared, member) for member, base in enumerate(bases)]
         bank.occupy(0, AdapterShape(rank=3, targets=modules))
         bank.params_ZP.normal_()

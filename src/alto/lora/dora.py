@@ -28,6 +28,9 @@ __all__ = ["Dora"]
 class Dora:
     """The magnitudes of linear layers that read the same input.
 
+    Attributes:
+        ops: The backend that holds the ops.
+
     Args:
         bases: The layers.
         anchor: See :func:`alto.kernels.grouped_lora_linear`.
@@ -48,7 +51,7 @@ class Dora:
         self._bases = tuple(bases)
         self._anchor = anchor
         self._operands = operands
-        self._ops = ops
+        self.ops = ops
         self._magnitudes = tuple(magnitudes)
 
     @property
@@ -77,7 +80,7 @@ class Dora:
         return tuple(y_TN + frozen_product(left_out_TK, base) for y_TN, base in zip(ys, self._bases, strict=True))
 
     def _plain(self, x_TK: Tensor, schedule: TokenSchedule) -> tuple[Tensor, ...]:
-        return grouped_lora_linear(x_TK, self._anchor, self._bases, self._operands, schedule, self._ops)
+        return grouped_lora_linear(x_TK, self._anchor, self._bases, self._operands, schedule, self.ops)
 
     def _scaled(self, ys: Sequence[Tensor], schedule: TokenSchedule) -> tuple[Tensor, ...]:
         return tuple(self._scaled_member(member, y_TN, schedule) for member, y_TN in enumerate(ys))

@@ -70,7 +70,7 @@ def inject(
         magnitudes = [_magnitude(bank, module.name) for module in group]
         weights = tuple(map(FrozenWeight, members))
         dora = Dora(weights, bank.anchor, operands, ops, magnitudes)
-        shared = SharedInput(weights, bank, operands, context, biases, dora, ops)
+        shared = SharedInput(weights, bank, operands, context, biases, dora)
         for member, (module, base) in enumerate(zip(group, members, strict=True)):
             model.set_submodule(module.name, MultiLoraLinear(base, module.name, shared, member))
     for name, operands_by_key in operands_of_experts.items():

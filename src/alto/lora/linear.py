@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any, Protocol, TypeAlias
 from weakref import WeakSet
 
@@ -101,7 +100,6 @@ class SharedInput:
         context: Gives the slots of the tokens.
         biases: The own bias of every slot for each layer; None where no job trains it.
         dora: Computes their outputs, scaled to the magnitudes of slots that have them.
-        ops: The backend that holds the ops.
     """
 
     def __init__(
@@ -112,7 +110,6 @@ class SharedInput:
         context: ForwardContext,
         biases: Sequence[SlotTensors | None],
         dora: Dora,
-        ops: ModuleType,
     ) -> None:
         self._bases = tuple(bases)
         self._biases = tuple(biases)
@@ -120,12 +117,11 @@ class SharedInput:
         self._bank = bank
         self._operands = operands
         self._context = context
-        self._ops = ops
         self._input: Tensor | None = None
         self._outputs: dict[int, Tensor] = {}
         context.groups.add(self)
         is_plain = context.is_packed and not dora.has_magnitudes and not any(self._biases)
-        self._handle = GraphHandle(self, operands, ops) if is_plain else None
+        self._handle = GraphHandle(self, operands, dora.ops) if is_plain else None
 
     @property
     def is_in_graph(self) -> bool:
@@ -159,7 +155,7 @@ class SharedInput:
         schedule = self._context.schedule
         assert schedule is not None
         self._check_sees_all(num_tokens, schedule, schedule.num_tokens)
-        return GroupedLinear(bases=self._bases, operands=self._operands, schedule=schedule, ops=self._ops)
+        return GroupedLinear(bases=self._bases, operands=self._operands, schedule=schedule, ops=self._dora.ops)
 
     def _compute(self, x: Tensor) -> Iterable[Tensor]:
         x_TK = x.reshape(-1, x.shape[-1])
