@@ -321,3 +321,17 @@ def test_where_the_whole_model_differs_nothing_is_fused(monkeypatch: pytest.Monk
     assert not fused_modules(backbone)
     assert list(backbone.fusion.kept) == ["all"]
     assert "expected the packed pass to give the model's own losses" in backbone.fusion.kept["all"]
+
+
+def test_a_kernel_that_cannot_run_is_not_used_and_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+        raise RuntimeError("no kernel image is available")
+
+    right = functions()
+    monkeypatch.setattr(
+        "alto.backbone.backbone.layer_functions_on", lambda device: SimpleNamespace(**vars(right) | {"swiglu": swiglu})
+    )
+    backbone = make_backbone()
+    assert not fused_modules(backbone)
+    assert backbone.fusion.counts == {}
+    assert "no kernel image is available" in backbone.fusion.kept["all"]

@@ -8,6 +8,7 @@ import shutil
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -189,16 +190,20 @@ class Backbone:
             self._fused.drop(_NO_TRITON)
             return
         try:
-            if is_compiled:
-                self._fused.keep_layers(_COMPILED)
-            else:
-                self._fused.use_in_layers(self.model, functions)
-                self._run(num_tokens=2)
-                self._fused.drop_unused()
-            self._fused.use_in_head(self._head, functions)
-            check_losses(self, self._head)
+            with refusing(self.model):
+                self._use_fused(functions, is_compiled=is_compiled)
         except UnsupportedModelError as refusal:
             self._fused.drop(str(refusal))
+
+    def _use_fused(self, functions: ModuleType, *, is_compiled: bool) -> None:
+        if is_compiled:
+            self._fused.keep_layers(_COMPILED)
+        else:
+            self._fused.use_in_layers(self.model, functions)
+            self._run(num_tokens=2)
+            self._fused.drop_unused()
+        self._fused.use_in_head(self._head, functions)
+        check_losses(self, self._head)
 
     def sample_kernels(self) -> None:
         """Launch once, on a few tokens, every fused kernel that a step of training launches."""
