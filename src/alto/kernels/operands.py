@@ -93,6 +93,7 @@ class LoraOperands:
     _places: dict[int, tuple[int, ...]] = field(default_factory=dict, init=False)
     _table: Tensor | None = field(default=None, init=False)
     _ratios: Tensor | None = field(default=None, init=False)
+    _has_ratios: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         assert self.params_ZP.stride(1) == self.grads_ZP.stride(1) == 1
@@ -157,6 +158,7 @@ class LoraOperands:
             counts = self.tiles.num_sums(self.in_features, self.out_features, ranks, self.max_rank)
         self._places[slot] = (*places, *accumulate(counts[:-1], initial=sums_start))
         self.alignment = math.gcd(self.alignment, *places)
+        self._has_ratios = self._has_ratios or bool(self.slots[slot].ratios)
 
     def adds_gradients(self, slots: Sequence[int]) -> tuple[bool, ...]:
         """Whether the next gradient of each of ``slots`` is added to that of the present step, or overwrites what an
@@ -168,6 +170,7 @@ class LoraOperands:
         self.slots.pop(slot, None)
         self._places.pop(slot, None)
         self._table = self._ratios = None
+        self._has_ratios = any(own.ratios for own in self.slots.values())
 
     def table(self) -> Tensor:
         """All offsets, on the bank's device: ``[Z, 3 + 4 M]`` int64.
@@ -226,7 +229,7 @@ class LoraOperands:
     def column_ratios(self) -> Tensor | None:
         """The ratio of every column, on the bank's device, in its dtype: ``[Z, max_width]``, 1 where a slot has no
         column. None where all are 1. Uploaded again after a slot is assigned or freed."""
-        if not any(own.ratios for own in self.slots.values()):
+        if not self._has_ratios:
             return None
         if self._ratios is None:
             rows = [[1.0] * self.max_width for _ in range(self.params_ZP.shape[0])]

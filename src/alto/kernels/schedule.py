@@ -36,17 +36,26 @@ class TokenSchedule:
         segments: One segment per slot with tokens, in token order, covering ``[0, T)`` without gaps.
         scales: ``lora_alpha / r`` of every segment.
         dropout: Key of every segment's dropout mask; None where a segment has no dropout.
+        slots: Slot of every segment.
+        lengths: Tokens of every segment.
     """
 
     num_tokens: int
     segments: tuple[Segment, ...]
     scales: tuple[float, ...]
     dropout: tuple[DropoutKey | None, ...]
+    slots: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    lengths: tuple[int, ...] = field(init=False, repr=False, compare=False)
     _tables: dict[torch.device, ForwardTable] = field(default_factory=dict, init=False, repr=False, compare=False)
     _slots_T: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
     _lengths_S: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
     _undropped: dict[frozenset[int], TokenSchedule] = field(default_factory=dict, init=False, repr=False, compare=False)
     _slots_S: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # Every launch reads them.
+        object.__setattr__(self, "slots", tuple(segment.slot for segment in self.segments))
+        object.__setattr__(self, "lengths", tuple(segment.end - segment.start for segment in self.segments))
 
     def table(self, device: torch.device) -> ForwardTable:
         """The segments in the memory of ``device``, copied there at the first use."""
@@ -91,16 +100,6 @@ class TokenSchedule:
             keys = (None if slot in slots else key for slot, key in zip(self.slots, self.dropout, strict=True))
             self._undropped[slots] = replace(self, dropout=tuple(keys))
         return self._undropped[slots]
-
-    @property
-    def slots(self) -> tuple[int, ...]:
-        """Slot of every segment."""
-        return tuple(segment.slot for segment in self.segments)
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Tokens of every segment."""
-        return tuple(segment.end - segment.start for segment in self.segments)
 
     @classmethod
     def build(
