@@ -170,4 +170,8 @@ def test_an_order_of_all_whatever_order_they_come_in(worth, draw: random.Random)
     assert sorted(order, key=lambda item: item.job) == points
     assert ordered(draw.sample(points, len(points))) == order
     for before, after in itertools.pairwise(order):
-        assert not (after.score > before.score and not is_within_noise(before, after))
+        # Where the loss decides, both are within noise of one that leads their group.
+        leads = [item for item in order if item.score >= after.score]
+        assert after.score <= before.score or any(
+            is_within_noise(before, lead) and is_within_noise(after, lead) for lead in leads
+        )
