@@ -1,0 +1,177 @@
+"""Run folders on a cluster, for a caller who keeps a durable list of them: the service."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from alto.cluster import Cluster, Controller, ControllerStatus, GuardedSolver, TaskRun
+from alto.engine.estimates import base_key
+from alto.engine.queue_setup import QueueSetup
+from alto.engine.work import TRAIN
+from alto.records import Node, TaskEstimate
+from alto.runs import Action, Answer, Journal, Observer, RunDir
+from alto.runs.events import QueueResumed, QueueStarted
+from alto.scheduler.queue import Queue, QueueSettings
+from alto.spec import Task
+
+__all__ = ["ControlPlane", "RunOrder", "opened_control_plane"]
+
+REPLAN_S = 1.0
+REPLAN_GAP = 0.01
+
+UNKNOWN_DURATION_S = 3600.0
+"""Estimated duration of a task that was never measured; it is updated from the task's own pace once it trains."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOrder:
+    """A run to be trained.
+
+    Attributes:
+        name: Unique among all orders that the control plane ever had.
+        run_dir: Folder of the run, made already.
+        task: The task in it.
+        tenant: Whose GPUs it counts against.
+        priority: Higher goes first.
+        shares_with: Runs with the same text may share a process, where they have the same base model.
+    """
+
+    name: str
+    run_dir: Path
+    task: Task
+    tenant: str = ""
+    priority: int = 0
+    shares_with: str = ""
+
+
+class ControlPlane:
+    """Trains the runs that it is given, in the order of their priority; errors of all methods as of the controller.
+
+    Args:
+        setup: Where and how runs are trained.
+        cluster: Opened.
+        controller: Started.
+        quotas: The most GPUs of a tenant, as the controller's queue reads it.
+    """
+
+    def __init__(
+        self, setup: QueueSetup, cluster: Cluster, controller: Controller, quotas: dict[str, int]
+    ) -> None:
+        self._setup = setup
+        self._cluster = cluster
+        self._controller = controller
+        self._quotas = quotas
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """The machines as they are now."""
+        return tuple(self._cluster.nodes)
+
+    @property
+    def has_gpus(self) -> bool:
+        """False where CPU slots stand for GPUs."""
+        return self._cluster.has_gpus
+
+    def check(self, task: Task) -> None:
+        """Check that the cluster can train ``task`` at some time.
+
+        Raises:
+            SpecError: It asks for more GPUs than there are.
+        """
+        self._setup.check([task], self._cluster)
+
+    def estimate(self, task: Task) -> TaskEstimate | None:
+        """What such a task was measured to take here; None where it never was."""
+        return self._setup.known_estimate(task, self._cluster)
+
+    def submit(self, order: RunOrder) -> None:
+        """Have a run trained as soon as it is its turn; an earlier attempt in its folder is resumed.
+
+        Raises:
+            SpecError: The name is taken, or the cluster can never provide the GPUs.
+            QueueCommandError: It is drained.
+        """
+        estimate = self.estimate(order.task) or TaskEstimate(duration_s=UNKNOWN_DURATION_S)
+        if estimate.sharing is not None:
+            sharing = replace(estimate.sharing, base=f"{estimate.sharing.base} {order.shares_with}")
+            estimate = replace(estimate, sharing=sharing)
+        run = TaskRun(
+            task=order.name,
+            run_dir=str(order.run_dir),
+            entry=TRAIN,
+            num_gpus=order.task.num_gpus,
+            estimate=estimate,
+            is_parallel=self._setup.is_parallel,
+            trust_remote_code=order.task.needs_trust,
+            base=f"{base_key(order.task)} {order.shares_with}",
+        )
+        self._controller.submit(run, tenant=order.tenant, priority=order.priority)
+
+    def cancel(self, name: str) -> None:
+        """Take a run from the queue, or let its executor save and end; returns at once.
+
+        Raises:
+            QueueCommandError: There is no such run, or it has ended.
+        """
+        self._controller.cancel(name)
+
+    def job_command(
+        self, name: str, action: Action, job: str, *, changes: Mapping[str, Any] | None, warm: bool, timeout_s: float
+    ) -> Answer | None:
+        """Stop, resume or clone a job of a run that has not ended; as :meth:`alto.cluster.Controller.job_command`."""
+        return self._controller.job_command(name, action, job, changes=changes, warm=warm, timeout_s=timeout_s)
+
+    def limit(self, tenant: str, max_gpus: int | None) -> None:
+        """Set the most GPUs that the runs of ``tenant`` have at a time; None sets no limit."""
+
+        def change() -> None:
+            if max_gpus is None:
+                self._quotas.pop(tenant, None)
+            else:
+                self._quotas[tenant] = max_gpus
+
+        self._controller.call(change)
+
+    def status(self) -> ControllerStatus:
+        """Everything as it is now."""
+        return self._controller.status()
+
+    def drain(self) -> None:
+        """Let running executors save and end, start no others, and wait until none runs."""
+        self._controller.drain()
+
+
+@contextlib.contextmanager
+def opened_control_plane(setup: QueueSetup, root: Path, observer: Observer) -> Iterator[ControlPlane]:
+    """A control plane until the block is left; what runs then is killed, and can be resumed.
+
+    Args:
+        setup: Where and how runs are trained.
+        root: Folder of its journal and its lock.
+        observer: Shown every entry of the runs' journals, in a `TaskRelayed`; has to return at once.
+
+    Raises:
+        RunBusyError: Another process has the folder.
+        AltoError: The cluster cannot be opened.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    folder, quotas = RunDir(root), dict(setup.quotas)
+    with (
+        folder.locked(),
+        setup.opened() as cluster,
+        GuardedSolver("cp-sat", time_limit_s=REPLAN_S, gap=REPLAN_GAP) as solve,
+        Journal(folder.journal_file, check=folder.check_lock) as journal,
+    ):
+        scheduling = Queue(nodes=tuple(cluster.nodes), settings=QueueSettings(quotas=quotas), solve=solve)
+        if journal.past:
+            journal.append(QueueResumed(done=(), notes=()))
+        else:
+            devices = "gpus" if cluster.has_gpus else "cpu slots"
+            journal.append(QueueStarted(method="cp-sat", devices=devices, nodes=tuple(cluster.nodes), tasks=()))
+        with Controller(cluster, scheduling, journal, show=observer) as controller:
+            controller.start()
+            yield ControlPlane(setup, cluster, controller, quotas)

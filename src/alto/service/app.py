@@ -1,0 +1,30 @@
+"""The web application: every route, and what all requests pass."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+
+from alto.service.context import Service
+from alto.service.openai import files, jobs, models, unsupported, uploads
+from alto.service.web.answers import RequestIds, add_error_answers
+from alto.service.web.limits import BodyLimits
+from alto.version import __version__
+
+__all__ = ["create_app"]
+
+
+def create_app(service: Service) -> FastAPI:
+    """The application that answers for ``service``."""
+    app = FastAPI(title="ALTO", version=__version__, docs_url=None, redoc_url=None)
+    app.state.service = service
+    add_error_answers(app)
+    for part in (files, uploads, jobs, models, unsupported):
+        app.include_router(part.router, prefix="/v1")
+    settings = service.settings
+    app.add_middleware(
+        BodyLimits,
+        max_upload_bytes=settings.max_upload_bytes,
+        max_request_bytes=settings.max_request_bytes,
+    )
+    app.add_middleware(RequestIds)
+    return app

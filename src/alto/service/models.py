@@ -1,0 +1,63 @@
+"""Base models by the names that requests give, and fine-tuned ones."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from alto.service.errors import ApiError, not_found
+from alto.service.settings import ServiceSettings
+from alto.service.store.tables import ModelRow
+
+__all__ = ["base_model_of", "checkpoint_name", "find_model", "fine_tuned_name"]
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+def base_model_of(settings: ServiceSettings, name: str) -> dict[str, Any]:
+    """The keys of a task for the base model that a request names.
+
+    Raises:
+        ApiError: The service offers none of that name.
+    """
+    model = settings.models.get(name)
+    if model is None and settings.hub_models and _HUB_ID.fullmatch(name):
+        model = name
+    if model is None:
+        raise ApiError(
+            404,
+            f"model: expected one of {', '.join(sorted(settings.models))}"
+            f"{' or a model of the Hugging Face hub' if settings.hub_models else ''}, found {name[:100]!r}; list them "
+            "with client.models.list()",
+            param="model",
+            code="model_not_found",
+        )
+    trusts = {"trust_remote_code": True} if name in settings.trust_remote_code else {}
+    return {"model": model, **trusts}
+
+
+def fine_tuned_name(base: str, tenant: str, suffix: str | None, job: str) -> str:
+    """The name of the model that a job returns, unique and stable."""
+    return f"ft:{base}:{tenant}:{suffix or ''}:{job.rpartition('-')[2][:12]}"
+
+
+def checkpoint_name(model: str, step: int) -> str:
+    """The name of a checkpoint of a model."""
+    return f"{model}:ckpt-step-{step}"
+
+
+def find_model(session: Session, tenant: str, name: str) -> ModelRow:
+    """A fine-tuned model of a tenant.
+
+    Raises:
+        ApiError: There is none.
+    """
+    row = session.scalar(
+        select(ModelRow).where(ModelRow.id == name, ModelRow.tenant == tenant, ModelRow.deleted_at.is_(None))
+    )
+    if row is None:
+        raise not_found("model", name, "model")
+    return row

@@ -1,0 +1,34 @@
+"""Parts of OpenAI's API that this service refuses, each with its reason."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+
+from alto.service.errors import refused
+from alto.service.web.access import Reader
+
+__all__ = ["router"]
+
+router = APIRouter(prefix="/fine_tuning")
+
+
+@router.api_route("/checkpoints/{checkpoint:path}/permissions", methods=["GET", "POST"])
+@router.api_route("/checkpoints/{checkpoint:path}/permissions/{permission}", methods=["DELETE"])
+def permissions(caller: Reader, checkpoint: str) -> None:
+    """Sharing a checkpoint with other projects."""
+    raise refused(
+        "permissions: expected no shared checkpoints, as tenants are kept apart, found a request for them; download "
+        "the adapter from /api/models and pass it on",
+        "checkpoint",
+        "unsupported",
+    )
+
+
+@router.post("/alpha/graders/{action}")
+def graders(caller: Reader, action: str) -> None:
+    """Graders of reinforcement fine-tuning."""
+    raise refused(
+        "grader: expected a supervised or dpo job, found a request for a grader, which this service does not run",
+        "grader",
+        "unsupported",
+    )

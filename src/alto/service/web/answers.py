@@ -1,0 +1,127 @@
+"""Answers that every handler may give: errors, in one form; and a number for each request."""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+import time
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from sqlalchemy.exc import OperationalError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from alto.errors import AltoError
+from alto.service.errors import ApiError
+
+__all__ = ["RequestIds", "add_error_answers"]
+
+_LOG = logging.getLogger("alto.service.requests")
+_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_SECURITY = (
+    (b"x-content-type-options", b"nosniff"),
+    (b"x-frame-options", b"DENY"),
+    (b"referrer-policy", b"same-origin"),
+)
+
+
+class RequestIds:
+    """Names every request in its answer and in the log, which holds no query, body or key."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
+        name = given if _ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
+        scope.setdefault("state", {})["request_id"] = name
+        began, status = time.monotonic(), 0
+
+        async def named_send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message = {**message, "headers": [*message["headers"], (b"x-request-id", name.encode()), *_SECURITY]}
+            await send(message)
+
+        try:
+            await self._app(scope, receive, named_send)
+        finally:
+            route = scope.get("route")
+            _LOG.info(
+                "request",
+                extra={
+                    "request_id": name,
+                    "method": scope["method"],
+                    "route": getattr(route, "path", "unknown"),
+                    "status": status,
+                    "duration_s": round(time.monotonic() - began, 4),
+                    "tenant": scope.get("state", {}).get("tenant"),
+                },
+            )
+
+
+def add_error_answers(app: FastAPI) -> None:
+    """Have every error of ``app`` answered in OpenAI's form."""
+    app.add_exception_handler(ApiError, _on_api_error)
+    app.add_exception_handler(RequestValidationError, _on_invalid)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(AltoError, _on_alto_error)
+    app.add_exception_handler(OperationalError, _on_database_error)
+    app.add_exception_handler(Exception, _on_error)
+
+
+def _answer(error: ApiError) -> Response:
+    return JSONResponse(error.body(), status_code=error.status, headers=error.headers)
+
+
+def _on_api_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return _answer(error)
+
+
+def _on_invalid(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"] if part not in ("body", "query", "path", "header"))
+    return _answer(ApiError(400, f"{where or 'body'}: {first['msg']}", param=where or None, code="invalid_value"))
+
+
+def _on_http_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    code = {404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code)
+    return _answer(ApiError(error.status_code, str(error.detail), code=code, headers=error.headers))
+
+
+def _on_alto_error(_: Request, error: Exception) -> Response:
+    return _answer(ApiError(400, str(error), code="invalid_value"))
+
+
+def _on_database_error(request: Request, error: Exception) -> Response:
+    _LOG.error("the database refused a transaction", extra={"request_id": _id_of(request)}, exc_info=error)
+    return _answer(
+        ApiError(
+            503,
+            "expected a database that can be written, found one that is busy, full or gone; nothing was changed, try "
+            "again",
+            code="database_unavailable",
+            headers={"Retry-After": "2"},
+        )
+    )
+
+
+def _on_error(request: Request, error: Exception) -> Response:
+    _LOG.error("a request failed", extra={"request_id": _id_of(request)}, exc_info=error)
+    message = f"the service failed at request {_id_of(request)}; its log has the cause"
+    return _answer(ApiError(500, message, code="internal_error"))
+
+
+def _id_of(request: Request) -> str:
+    return str(getattr(request.state, "request_id", ""))
