@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from alto.cluster import Cluster, Controller, ControllerStatus, GuardedSolver, TaskRun
+from alto.data import read_task_rows
 from alto.engine.estimates import base_key
 from alto.engine.queue_setup import QueueSetup
+from alto.engine.runner import portable
 from alto.engine.work import TRAIN
 from alto.records import Node, TaskEstimate
 from alto.runs import Action, Answer, Journal, Observer, RunDir
@@ -18,7 +20,7 @@ from alto.runs.events import QueueResumed, QueueStarted
 from alto.scheduler.queue import Queue, QueueSettings
 from alto.spec import Task
 
-__all__ = ["ControlPlane", "RunOrder", "opened_control_plane"]
+__all__ = ["ControlPlane", "RunOrder", "checked_task", "opened_control_plane"]
 
 REPLAN_S = 1.0
 REPLAN_GAP = 0.01
@@ -46,6 +48,17 @@ class RunOrder:
     tenant: str = ""
     priority: int = 0
     shares_with: str = ""
+
+
+def checked_task(task: Task) -> Task:
+    """``task`` with absolute paths, so that any process can train it; its rows were read, and are not bad.
+
+    Raises:
+        AltoError: What is wrong with its rows.
+    """
+    found = portable(task)
+    read_task_rows(found)
+    return found
 
 
 class ControlPlane:

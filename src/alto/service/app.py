@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastapi import FastAPI
 
 from alto.service.context import Service
+from alto.service.coordinator import Coordinator
 from alto.service.openai import files, jobs, models, unsupported, uploads
 from alto.service.web.answers import RequestIds, add_error_answers
 from alto.service.web.limits import BodyLimits
@@ -13,10 +14,10 @@ from alto.version import __version__
 __all__ = ["create_app"]
 
 
-def create_app(service: Service) -> FastAPI:
-    """The application that answers for ``service``."""
+def create_app(service: Service, coordinator: Coordinator | None = None) -> FastAPI:
+    """The application that answers for ``service``; ``coordinator`` is that of this process, where it has one."""
     app = FastAPI(title="ALTO", version=__version__, docs_url=None, redoc_url=None)
-    app.state.service = service
+    app.state.service, app.state.coordinator = service, coordinator
     add_error_answers(app)
     for part in (files, uploads, jobs, models, unsupported):
         app.include_router(part.router, prefix="/v1")

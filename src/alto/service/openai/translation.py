@@ -18,7 +18,7 @@ from alto.spec.job_config import JOB_FIELDS
 from alto.spec.keys import JOB_ALIASES, TASK_ALIASES
 from alto.spec.task import TASK_FIELDS
 
-__all__ = ["ALLOWED_TASK_KEYS", "METHODS", "build", "task_values"]
+__all__ = ["ALLOWED_TASK_KEYS", "METHODS", "build", "multiplier_of", "task_values"]
 
 METHODS = {"supervised": "sft", "dpo": "dpo"}
 
@@ -150,6 +150,11 @@ def task_values(method: str, hyperparameters: Mapping[str, Any], *, seed: int | 
         if isinstance(searched, Mapping) and "seed" in searched:
             del values["seed"]
     return values
+
+
+def multiplier_of(learning_rate: float) -> float:
+    """The ``learning_rate_multiplier`` of a learning rate."""
+    return float(f"{learning_rate / _USUAL_RATE:.6g}")
 
 
 def _is_searched(name: str, value: Any) -> bool:

@@ -194,7 +194,7 @@ class JobEvent(Base):
 
 
 class Checkpoint(Base):
-    """A step of a trial with a new best validation loss: the trial's best adapter then.
+    """A step of a trial with a new best validation loss. Its adapter replaces that of the trial's checkpoint before.
 
     Attributes:
         trial: Job of the task.
