@@ -25,6 +25,9 @@ __all__ = ["ControlPlane", "RunOrder", "checked_task", "opened_control_plane"]
 REPLAN_S = 1.0
 REPLAN_GAP = 0.01
 
+MAX_PLANNED = 32
+"""Where more runs than this wait, each plan is only of those that start now: GPUs do not wait for a solver."""
+
 UNKNOWN_DURATION_S = 3600.0
 """Estimated duration of a task that was never measured; it is updated from the task's own pace once it trains."""
 
@@ -71,9 +74,7 @@ class ControlPlane:
         quotas: The most GPUs of a tenant, as the controller's queue reads it.
     """
 
-    def __init__(
-        self, setup: QueueSetup, cluster: Cluster, controller: Controller, quotas: dict[str, int]
-    ) -> None:
+    def __init__(self, setup: QueueSetup, cluster: Cluster, controller: Controller, quotas: dict[str, int]) -> None:
         self._setup = setup
         self._cluster = cluster
         self._controller = controller
@@ -179,7 +180,8 @@ def opened_control_plane(setup: QueueSetup, root: Path, observer: Observer) -> I
         GuardedSolver("cp-sat", time_limit_s=REPLAN_S, gap=REPLAN_GAP) as solve,
         Journal(folder.journal_file, check=folder.check_lock) as journal,
     ):
-        scheduling = Queue(nodes=tuple(cluster.nodes), settings=QueueSettings(quotas=quotas), solve=solve)
+        settings = QueueSettings(quotas=quotas, max_planned=MAX_PLANNED)
+        scheduling = Queue(nodes=tuple(cluster.nodes), settings=settings, solve=solve)
         if journal.past:
             journal.append(QueueResumed(done=(), notes=()))
         else:

@@ -8,7 +8,7 @@ from alto.export.plan import plan_text, schedule_text
 from alto.export.preview import preview_text
 from alto.export.queue_report import write_queue_report
 from alto.export.queue_view import LiveQueueView, open_queue_view, queue_summary, task_list
-from alto.export.report import write_report
+from alto.export.report import report_page, write_report
 from alto.export.run_list import run_list
 from alto.export.terminal import LiveView, final_summary, open_view
 from alto.export.watch import watch_run
@@ -28,6 +28,7 @@ __all__ = [
     "plan_text",
     "preview_text",
     "queue_summary",
+    "report_page",
     "result_html",
     "run_list",
     "schedule_text",

@@ -39,7 +39,7 @@ from alto.runs.lead import lead_of_winner
 from alto.runs.progress import exit_totals, rung_costs, time_saved_s
 from alto.spec.outside import read_json
 
-__all__ = ["write_report"]
+__all__ = ["report_page", "write_report"]
 
 REPORT_NAME = "report.html"
 RUNGS = ("early_exit", "rungs")
@@ -67,11 +67,26 @@ def write_report(run_dir: str | Path, *, price: float | None = None) -> Path:
         RunWriteError: The disk is full or cannot be written.
     """
     run_dir = Path(run_dir)
-    history = read_history(run_dir)
+    return write_page(run_dir / REPORT_NAME, report_page(run_dir, read_history(run_dir), price=price))
+
+
+def report_page(
+    run_dir: Path, history: RunHistory, *, price: float | None = None, shown_as: Path | None = None
+) -> str:
+    """The report of a run as HTML.
+
+    Args:
+        run_dir: Folder of the run.
+        history: Of the run.
+        price: As of :func:`write_report`.
+        shown_as: What the page calls the folder; None is the folder itself.
+
+    Raises:
+        RunError, SpecError: As of :func:`write_report`.
+    """
     of_task = None if history.started is None else history.started.gpu_hour_price
     hours = device_hours(history, price_of_hour(price, of_task))
-    page = render_report(history, run_dir, _evaluations(run_dir), hours)
-    return write_page(run_dir / REPORT_NAME, page)
+    return render_report(history, shown_as or run_dir, _evaluations(run_dir), hours)
 
 
 def render_report(history: RunHistory, run_dir: Path, evaluations: list[dict[str, Any]], hours: DeviceHours) -> str:

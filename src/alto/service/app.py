@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from fastapi import FastAPI
 
+from alto.service.api import cluster, drafts, streams, tasks
+from alto.service.api.streams import Followers
 from alto.service.context import Service
 from alto.service.coordinator import Coordinator
 from alto.service.openai import files, jobs, models, unsupported, uploads
@@ -19,6 +21,9 @@ def create_app(service: Service, coordinator: Coordinator | None = None) -> Fast
     app = FastAPI(title="ALTO", version=__version__, docs_url=None, redoc_url=None)
     app.state.service, app.state.coordinator = service, coordinator
     add_error_answers(app)
+    app.state.followers = Followers(service.store)
+    for part in (tasks, streams, cluster, drafts):
+        app.include_router(part.router, prefix="/api")
     for part in (files, uploads, jobs, models, unsupported):
         app.include_router(part.router, prefix="/v1")
     settings = service.settings

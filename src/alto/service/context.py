@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated
 
 from fastapi import Depends, Request
@@ -11,9 +12,10 @@ from sqlalchemy.orm import Session
 
 from alto.service.access import DEFAULT_TENANT, SCOPES, Caller, RateLimiter
 from alto.service.files import Artefacts
+from alto.service.histories import Histories
 from alto.service.settings import ServiceSettings
 from alto.service.store import Store
-from alto.service.store.tables import Tenant
+from alto.service.store.tables import JobRow, Tenant
 
 __all__ = ["Limits", "Service", "ServiceOf", "service_of"]
 
@@ -37,6 +39,7 @@ class Service:
         store: Its database, migrated.
         artefacts: Where files and adapters are kept.
         rates: Requests of tenants.
+        histories: Of runs, as their journals are now.
         work: Set where the coordinator has something to do.
     """
 
@@ -44,6 +47,7 @@ class Service:
     store: Store
     artefacts: Artefacts
     rates: RateLimiter = field(default_factory=RateLimiter)
+    histories: Histories = field(default_factory=Histories)
     work: threading.Event = field(default_factory=threading.Event)
 
     def limits_of(self, tenant: Tenant | None) -> Limits:
@@ -51,6 +55,10 @@ class Service:
         names = ("max_gpus", "max_tasks", "max_bytes", "requests_per_s")
         found = {name: getattr(tenant, name, None) for name in names}
         return Limits(**{name: getattr(self.settings, name) if found[name] is None else found[name] for name in names})
+
+    def run_of(self, job: JobRow) -> Path:
+        """Folder of the run of a job; it has everything of it, so that deleted files do not matter."""
+        return self.settings.root / "runs" / job.tenant / job.id
 
     def tenant(self, session: Session, caller: Caller) -> Tenant | None:
         """The row of the caller's tenant; None for the one that needs no key."""

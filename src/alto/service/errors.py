@@ -59,5 +59,9 @@ def refused(message: str, param: str | None = None, code: str = "invalid_value")
 
 def not_found(kind: str, name: str, param: str = "id") -> ApiError:
     """The error of an id that is not there, or belongs to another tenant: both look the same."""
-    return ApiError(404, f"{param}: expected a {kind} of yours, found none named {name[:100]!r}", param=param,
-                    code=f"{kind.replace(' ', '_')}_not_found")
+    return ApiError(
+        404,
+        f"{param}: expected a {kind} of yours, found none named {name[:100]!r}",
+        param=param,
+        code=f"{kind.replace(' ', '_')}_not_found",
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,10 +19,10 @@ from alto.service.app import create_app
 from alto.service.context import Service
 from alto.service.coordinator import Coordinator
 from alto.service.coordinator.leadership import Leadership
+from alto.service.database import opened_store
 from alto.service.files import Artefacts
 from alto.service.logs import configure_logs
 from alto.service.settings import ServiceSettings
-from alto.service.store import Store
 
 __all__ = ["opened_service", "running", "serve"]
 
@@ -36,20 +37,10 @@ def opened_service(settings: ServiceSettings) -> Iterator[Service]:
     Raises:
         ServiceError: The folder or the database cannot be used.
     """
-    try:
-        settings.root.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except OSError as error:
-        raise ServiceError(
-            f"data_dir: expected a folder that can be written, found {settings.root} ({error.strerror}); choose another"
-        ) from error
-    store = Store(settings.database_url)
-    try:
-        store.migrate()
+    with opened_store(settings) as store:
         with store.writing() as session:
             create_tenant(session, DEFAULT_TENANT)
         yield Service(settings=settings, store=store, artefacts=Artefacts(settings.artefact_url))
-    finally:
-        store.close()
 
 
 @contextlib.contextmanager
@@ -102,6 +93,17 @@ class _Server(uvicorn.Server):
         )
         self._on_ready = on_ready
 
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Ends by a signal as asked, and does not send the signal to itself once more, as uvicorn does: executors are to
+        save first. A second signal has its usual effect."""
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
     async def startup(self, sockets: list[object] | None = None) -> None:
         await super().startup(sockets)  # type: ignore[arg-type]
         if self.started:
@@ -110,9 +112,7 @@ class _Server(uvicorn.Server):
 
 
 def _plane(settings: ServiceSettings) -> contextlib.AbstractContextManager[ControlPlane]:
-    setup = QueueSetup(
-        strategy=settings.strategy, cluster=settings.cluster, total_gpus=settings.total_gpus, quotas={}
-    )
+    setup = QueueSetup(strategy=settings.strategy, cluster=settings.cluster, total_gpus=settings.total_gpus, quotas={})
     root = Path(settings.root) / CONTROL
     os.makedirs(root, exist_ok=True)
     return opened_control_plane(setup, root, lambda entry: None)

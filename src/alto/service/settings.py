@@ -52,7 +52,7 @@ class ServiceSettings(SpecModel):
         trust_remote_code: Models among ``models`` whose own Python code may run.
         max_upload_bytes: Largest file.
         max_request_bytes: Largest body of any other request.
-        max_trials: Most jobs of one task.
+        max_jobs: Most configurations of one task.
         max_gpus, max_tasks, max_bytes, requests_per_s: Limits of tenants that have none of their own.
         keep_deleted_s: How long the folder of the run of a deleted or failed task is kept; None keeps it.
         vllm: A server that answers for the adapters; None where there is none.
@@ -72,7 +72,7 @@ class ServiceSettings(SpecModel):
     trust_remote_code: tuple[str, ...] = Field(default=(), description="models whose own code may run")
     max_upload_bytes: int = Field(default=512 * MIB, ge=1, description="largest file")
     max_request_bytes: int = Field(default=MIB, ge=1024, description="largest other request")
-    max_trials: int = Field(default=1000, ge=1, le=10_000, description="most jobs of one task")
+    max_jobs: int = Field(default=1000, ge=1, le=10_000, description="most jobs of one task")
     max_gpus: int | None = Field(default=None, ge=1, description="GPUs of a tenant at a time")
     max_tasks: int | None = Field(default=None, ge=1, description="open tasks of a tenant")
     max_bytes: int | None = Field(default=None, ge=1, description="bytes of a tenant's files")

@@ -148,9 +148,7 @@ def caller_of(session: Session, secret: str) -> Caller | None:
     if found is None:
         return None
     key, tenant = found
-    return Caller(
-        tenant=tenant.name, scopes=frozenset(key.scopes), key=key.id, requests_per_s=tenant.requests_per_s
-    )
+    return Caller(tenant=tenant.name, scopes=frozenset(key.scopes), key=key.id, requests_per_s=tenant.requests_per_s)
 
 
 def _hash(secret: str) -> str:

@@ -28,7 +28,7 @@ from alto.service.coordinator.housekeeping import keep_house
 from alto.service.coordinator.leadership import Leadership, LostLeadershipError
 from alto.service.coordinator.projection import Projection
 from alto.service.coordinator.results import publish, write_result
-from alto.service.coordinator.run_folders import make_run, run_path, shown_error
+from alto.service.coordinator.run_folders import make_run, shown_error
 from alto.service.errors import ApiError
 from alto.service.ids import now
 from alto.service.store.events import add_event
@@ -166,7 +166,7 @@ class Coordinator:
         failure: dict[str, str | None] | None = None
         try:
             make_run(self._service, job)
-            plane.check(load_run_task(RunDir.open(run_path(self._service, job)), trust_remote_code=True))
+            plane.check(load_run_task(RunDir.open(self._service.run_of(job)), trust_remote_code=True))
         except (AltoError, ApiError) as error:
             failure = {
                 "code": "invalid_training_file" if isinstance(error, ValueError) else "invalid_job",
@@ -177,7 +177,7 @@ class Coordinator:
             if row.status != "validating_files":
                 return
             if failure is None:
-                row.status, row.run_dir = "queued", str(run_path(self._service, job))
+                row.status, row.run_dir = "queued", str(self._service.run_of(job))
                 add_event(session, row, "Files validated, moving job to queued state")
             else:
                 self._fail(session, row, failure)
@@ -202,7 +202,7 @@ class Coordinator:
             self._submit(plane, job)
 
     def _submit(self, plane: ControlPlane, job: JobRow) -> None:
-        root = run_path(self._service, job)
+        root = self._service.run_of(job)
         run = RunDir(root)
         projection = Projection(job.id, run.journal_file)
         projection.has_news()  # what is there now was written under an earlier lease

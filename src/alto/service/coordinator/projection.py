@@ -60,15 +60,15 @@ class Projection:
             row.journal_seq = now[-1].seq
 
     def _begin(self, session: Session, row: JobRow) -> None:
-        """Leave out what an earlier coordinator has written, and remember how far each trial was."""
+        """Leave out what an earlier coordinator has written, and remember how far each configuration was."""
         self._steps = {}
         known = session.scalars(select(JobEvent.data).where(JobEvent.job == row.id, JobEvent.data.is_not(None)))
         for data in known:
-            if data is not None and "trial" in data:
+            if data is not None and "job" in data:
                 if "step" in data:
-                    self._steps[data["trial"]] = max(self._steps.get(data["trial"], 0), int(data["step"]))
+                    self._steps[data["job"]] = max(self._steps.get(data["job"], 0), int(data["step"]))
                 if "exit_reason" in data:
-                    self._ended.add(data["trial"])
+                    self._ended.add(data["job"])
         self._left = [entry for entry in self._left if entry.seq > row.journal_seq]
 
     def _write(self, session: Session, row: JobRow, entry: JournalEntry) -> None:
@@ -99,18 +99,21 @@ class Projection:
                     f"Configuration {job} stopped early: {event.reason}",
                     created_at=at,
                     data={
-                        "trial": job,
+                        "job": job,
                         "exit_reason": str(event.reason),
                         "evidence": _finite(dict(event.evidence)),
                     },
                 )
             case journaled.JobReopened(job=job) | journaled.JobAdded(job=job):
                 self._ended.discard(job)
-                add_event(session, row, f"Configuration {job} is trained too", created_at=at, data={"trial": job})
+                add_event(session, row, f"Configuration {job} is trained too", created_at=at, data={"job": job})
             case journaled.OutOfMemory():
                 add_event(
-                    session, row, "Memory ran out; training continues with fewer configurations at a time",
-                    level="warn", created_at=at,
+                    session,
+                    row,
+                    "Memory ran out; training continues with fewer configurations at a time",
+                    level="warn",
+                    created_at=at,
                 )
 
     def _on_evaluated(self, session: Session, row: JobRow, event: journaled.JobEvaluated, at: float) -> None:
@@ -134,7 +137,7 @@ class Projection:
             created_at=at,
             data={
                 **metrics,
-                "trial": event.job,
+                "job": event.job,
                 "total_steps": event.total_steps,
                 **_finite(dict(event.metrics)),
             },
@@ -145,7 +148,7 @@ class Projection:
                 Checkpoint(
                     id=f"ftckpt-{row.id.partition('-')[2]}-{event.job}-{event.step}",
                     job=row.id,
-                    trial=event.job,
+                    task_job=event.job,
                     step=event.step,
                     created_at=int(at),
                     model=f"{name}:ckpt-{event.job}-step-{event.step}",
@@ -159,4 +162,3 @@ def _finite(values: dict[str, Any]) -> dict[str, Any]:
     return {
         key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in values.items()
     }
-

@@ -12,8 +12,8 @@ from typing import Any
 from sqlalchemy.orm import Session
 
 from alto.results import TaskResult, load_run
+from alto.runs.progress import trained_tokens
 from alto.service.context import Service
-from alto.service.coordinator.run_folders import run_path
 from alto.service.ids import new_id, now
 from alto.service.models import fine_tuned_name
 from alto.service.openai.files import RESULTS, artefact_of
@@ -52,9 +52,9 @@ def publish(service: Service, job: JobRow) -> Publication:
         AltoError: The run has no result.
         OSError: They cannot be written.
     """
-    result = load_run(run_path(service, job))
+    result = load_run(service.run_of(job))
     adapter = f"models/{job.tenant}/{job.id}"
-    service.artefacts.write_folder(adapter, run_path(service, job) / "best")
+    service.artefacts.write_folder(adapter, service.run_of(job) / "best")
     text = _curves(result).encode()
     curves = FileRow(
         id=new_id("file"),
@@ -74,7 +74,7 @@ def publish(service: Service, job: JobRow) -> Publication:
     best = next(found for found in result.job_results if found.job == result.best_job)
     history = result.history
     facts = {
-        "trial": result.best_job,
+        "job": result.best_job,
         "best_step": best.best_step,
         "best_valid_loss": _finite(result.best_validation_loss),
         "test_loss": _finite(best.test_loss),
@@ -90,7 +90,12 @@ def publish(service: Service, job: JobRow) -> Publication:
     return Publication(
         model=model,
         curves=curves,
-        result={**facts, "result_files": [curves.id], "hyperparameters": _chosen(best.config)},
+        result={
+            **facts,
+            "trained_tokens": trained_tokens(history),
+            "result_files": [curves.id],
+            "hyperparameters": _chosen(best.config),
+        },
         message=message,
         data=facts,
     )

@@ -15,14 +15,9 @@ from alto.service.openai.files import artefact_of, find_file
 from alto.service.store.tables import JobRow
 from alto.spec import Task
 
-__all__ = ["make_run", "run_path", "shown_error"]
+__all__ = ["make_run", "shown_error"]
 
 _TRAIN, _VALIDATION = "training.jsonl", "validation.jsonl"
-
-
-def run_path(service: Service, job: JobRow) -> Path:
-    """Folder of the run of a job; it has everything of it, so that deleted files do not matter."""
-    return service.settings.root / "runs" / job.tenant / job.id
 
 
 def make_run(service: Service, job: JobRow) -> None:
@@ -32,7 +27,7 @@ def make_run(service: Service, job: JobRow) -> None:
         AltoError: What is wrong with its rows, or its base model.
         ApiError: A file was deleted meanwhile.
     """
-    root = run_path(service, job)
+    root = service.run_of(job)
     if (root / "task.yaml").exists():
         return
     unborn = root.with_name(f".{root.name}.{new_id('new')}")
@@ -66,7 +61,7 @@ def make_run(service: Service, job: JobRow) -> None:
 def shown_error(service: Service, job: JobRow, error: AltoError | str) -> str:
     """An error without the paths of this machine."""
     text = str(error)
-    root = run_path(service, job)
+    root = service.run_of(job)
     for found in sorted({part.strip("'\"(),;:") for part in text.split() if root.name in part}, key=len, reverse=True):
         if "/" in found:
             text = text.replace(found, Path(found).name)

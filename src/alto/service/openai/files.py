@@ -74,9 +74,7 @@ def list_(
             statement = statement.where(FileRow.purpose == purpose)
         number = None
         if after is not None:
-            number = session.scalar(
-                select(FileRow.number).where(FileRow.id == after, FileRow.tenant == caller.tenant)
-            )
+            number = session.scalar(select(FileRow.number).where(FileRow.id == after, FileRow.tenant == caller.tenant))
             if number is None:
                 raise not_found("file", after, "after")
         rows, has_more = page_of(
@@ -110,10 +108,12 @@ def delete(service: ServiceOf, caller: Writer, file_id: str) -> dict[str, Any]:
     with service.store.writing() as session:
         row = find_file(session, caller.tenant, file_id)
         used = session.scalar(
-            select(JobRow.id).where(
+            select(JobRow.id)
+            .where(
                 JobRow.status.in_(OPEN),
                 (JobRow.training_file == file_id) | (JobRow.validation_file == file_id),
-            ).limit(1)
+            )
+            .limit(1)
         )
         if used is not None:
             raise refused(
@@ -132,9 +132,7 @@ def find_file(session: Session, tenant: str, file: str, param: str = "file_id") 
     Raises:
         ApiError: There is none.
     """
-    row = session.scalar(
-        select(FileRow).where(FileRow.id == file, FileRow.tenant == tenant, _is_there(now()))
-    )
+    row = session.scalar(select(FileRow).where(FileRow.id == file, FileRow.tenant == tenant, _is_there(now())))
     if row is None:
         raise not_found("file", file, param)
     return row
@@ -260,5 +258,3 @@ def _name(filename: str) -> str:
 
 def _is_there(at: int) -> Any:
     return FileRow.deleted_at.is_(None) & (FileRow.expires_at.is_(None) | (FileRow.expires_at > at))
-
-

@@ -160,17 +160,16 @@ def draft_of(service: Service, body: JobRequest) -> dict[str, Any]:
     """
     if body.integrations:
         raise refused(
-            "integrations: expected none, found some; follow the events of the job, or its curves under "
-            "/api/jobs/{id}",
+            "integrations: expected none, found some; follow the events of the job, or its curves under /api/jobs/{id}",
             "integrations",
             "unsupported",
         )
     values = task_values(body.kind, body.asked(), seed=body.seed)
     values |= base_model_of(service.settings, body.model)
     task = build({**values, "name": "task", "dataset": "training.jsonl", "report_to": "none"})
-    if len(task.jobs) > service.settings.max_trials:
+    if len(task.jobs) > service.settings.max_jobs:
         raise refused(
-            f"hyperparameters: expected at most {service.settings.max_trials} configurations, found "
+            f"hyperparameters: expected at most {service.settings.max_jobs} configurations, found "
             f"{len(task.jobs)}; search fewer values, or set search: {{algorithm: tpe}} with a budget",
             "hyperparameters",
             "too_many_configurations",
@@ -188,9 +187,7 @@ def check_usable(session: Session, tenant: str, file: str, param: str) -> None:
     if row.purpose != FINE_TUNE:
         raise refused(f"{param}: expected a file for {FINE_TUNE!r}, found one for {row.purpose!r}", param)
     if row.status != "processed":
-        raise refused(
-            f"{param}: {row.status_details or 'the file cannot be used'}", param, "invalid_file_format"
-        )
+        raise refused(f"{param}: {row.status_details or 'the file cannot be used'}", param, "invalid_file_format")
 
 
 @router.get("/jobs")
@@ -230,9 +227,7 @@ def change(
 
 
 @router.get("/jobs/{job_id}/events")
-def events(
-    service: ServiceOf, caller: Reader, job_id: str, after: After = None, limit: Limit = 20
-) -> dict[str, Any]:
+def events(service: ServiceOf, caller: Reader, job_id: str, after: After = None, limit: Limit = 20) -> dict[str, Any]:
     """Events of a job, newest first."""
     with service.store.reading() as session:
         job = find_job(session, caller.tenant, job_id)

@@ -79,9 +79,7 @@ def create(request: Request, service: ServiceOf, caller: Writer, body: _Upload) 
 
 
 @router.post("/uploads/{upload_id}/parts")
-def add_part(
-    request: Request, service: ServiceOf, caller: Writer, upload_id: str, data: UploadFile
-) -> dict[str, Any]:
+def add_part(request: Request, service: ServiceOf, caller: Writer, upload_id: str, data: UploadFile) -> dict[str, Any]:
     """Keep a part of a file."""
     digest = hashlib.file_digest(data.file, "sha256").hexdigest()
     num_bytes = data.file.tell()

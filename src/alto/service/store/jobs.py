@@ -78,7 +78,9 @@ def resume_job(session: Session, tenant: str, job: str) -> JobRow:
     Raises:
         ApiError: There is no such job, or it is not paused.
     """
-    row, before = _changed(session, tenant, job, {"paused": "queued", "queued": "queued", "running": "running"}, "resumed")
+    row, before = _changed(
+        session, tenant, job, {"paused": "queued", "queued": "queued", "running": "running"}, "resumed"
+    )
     if before == "paused":
         add_event(session, row, "Fine-tuning job resumed and queued")
     return row

@@ -69,9 +69,7 @@ class RequestMark:
 
     def note(self, session: Session, kind: str, created: str) -> None:
         """Note what the request creates."""
-        session.merge(
-            ReplayRow(digest=self.digest, body_hash=self.body_hash, kind=kind, id=created, created_at=now())
-        )
+        session.merge(ReplayRow(digest=self.digest, body_hash=self.body_hash, kind=kind, id=created, created_at=now()))
 
 
 def forget_old_replays(session: Session) -> None:

@@ -194,10 +194,10 @@ class JobEvent(Base):
 
 
 class Checkpoint(Base):
-    """A step of a trial with a new best validation loss. Its adapter replaces that of the trial's checkpoint before.
+    """A step of a job of a task with a new best validation loss; its adapter replaces that of the checkpoint before.
 
     Attributes:
-        trial: Job of the task.
+        task_job: Job of the task.
         model: Name by which it is listed.
     """
 
@@ -206,7 +206,7 @@ class Checkpoint(Base):
     number: Mapped[int] = mapped_column(Number, primary_key=True, autoincrement=True)
     id: Mapped[str] = mapped_column(String(64), unique=True)
     job: Mapped[str] = mapped_column(String(64), index=True)
-    trial: Mapped[str] = mapped_column(String(64))
+    task_job: Mapped[str] = mapped_column(String(64))
     step: Mapped[int] = mapped_column(Integer)
     created_at: Mapped[int] = mapped_column(BigInteger)
     model: Mapped[str] = mapped_column(Text)

@@ -88,8 +88,10 @@ def _check_local(request: Request) -> None:
     name = urlsplit(f"//{host}").hostname or ""
     if name not in _LOCAL:
         raise ApiError(
-            403, f"Host: expected localhost while the service needs no key, found {name[:100]!r}; use that, or make "
-            "keys with: alto keys create", code="unknown_host",
+            403,
+            f"Host: expected localhost while the service needs no key, found {name[:100]!r}; use that, or make "
+            "keys with: alto keys create",
+            code="unknown_host",
         )
 
 
@@ -100,4 +102,3 @@ def _check_origin(request: Request) -> None:
         return
     if not hmac.compare_digest(urlsplit(origin).netloc.encode(), request.headers.get("host", "").encode()):
         raise ApiError(403, f"Origin: expected a page of this service, found {origin[:100]!r}", code="foreign_origin")
-

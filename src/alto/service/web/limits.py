@@ -73,8 +73,10 @@ class _Body:
                 raise self._too_long()
             if name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
                 raise ApiError(
-                    415, f"Content-Encoding: expected a body as it is, found {value.decode('latin-1')[:50]!r}; send it "
-                    "without compression", code="unsupported_encoding",
+                    415,
+                    f"Content-Encoding: expected a body as it is, found {value.decode('latin-1')[:50]!r}; send it "
+                    "without compression",
+                    code="unsupported_encoding",
                 )
 
     async def receive(self) -> Message:
