@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import openai
 import pytest
-from benchmarks.service_lib.simulated_cluster import SimulatedCluster
 from services import ROWS, Served, served, simulated_plane, wait_for
+
+from benchmarks.service_lib.simulated_cluster import SimulatedCluster
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def test_a_cancelled_job_ends(service: Served, client: openai.OpenAI) -> None:
     job = client.fine_tuning.jobs.create(model="alto-tiny", training_file=service.upload(client))
     assert client.fine_tuning.jobs.cancel(job.id).status == "cancelled"
     assert client.fine_tuning.jobs.cancel(job.id).status == "cancelled", "a repeated request changes nothing"
-    with pytest.raises(openai.BadRequestError, match="found ftjob-.* cancelled"):
+    with pytest.raises(openai.BadRequestError, match=r"found ftjob-.* cancelled"):
         client.fine_tuning.jobs.resume(job.id)
 
 
@@ -80,7 +80,8 @@ def test_bad_rows_fail_a_job_before_it_is_queued(service: Served, client: openai
     found = service.finished(client, job.id)
     assert found.status == "failed"
     assert found.error.code == "invalid_training_file"
-    assert "41" in found.error.message and "42" in found.error.message
+    assert "41" in found.error.message
+    assert "42" in found.error.message
     assert str(service.service.settings.root) not in found.error.message
     messages = [event.message for event in client.fine_tuning.jobs.list_events(job.id)]
     assert not any("queued" in message for message in messages)

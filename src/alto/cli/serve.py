@@ -16,6 +16,7 @@ from alto.errors import SpecError, UnsupportedError
 if TYPE_CHECKING:
     from alto.service.settings import ServiceSettings
     from alto.service.store import Store
+    from alto.service.store.tables import KeyRow
 
 __all__ = ["keys", "serve"]
 
@@ -118,29 +119,12 @@ def list_(
 
     with _opened(settings, data_dir, database) as store, store.reading() as session:
         rows = list_keys(session, tenant)
-    now = time.time()
-    found = [
-        {
-            "id": row.id,
-            "tenant": row.tenant,
-            "name": row.name,
-            "scopes": row.scopes,
-            "created_at": row.created_at,
-            "expires_at": row.expires_at,
-            "state": "revoked"
-            if row.revoked_at is not None
-            else "expired"
-            if row.expires_at is not None and row.expires_at <= now
-            else "valid",
-        }
-        for row in rows
-    ]
     if as_json:
-        print_json({"keys": found})
+        print_json({"keys": [_facts_of(row) for row in rows]})
         return
-    for key in found:
-        expiry = "" if key["expires_at"] is None else time.strftime(" until %Y-%m-%d", time.gmtime(key["expires_at"]))
-        typer.echo(f"{key['id']}  {key['tenant']}  {key['state']}{expiry}  {','.join(key['scopes'])}  {key['name']}")
+    for row in rows:
+        until = "" if row.expires_at is None else time.strftime(" until %Y-%m-%d", time.gmtime(row.expires_at))
+        typer.echo(f"{row.id}  {row.tenant}  {_state_of(row)}{until}  {','.join(row.scopes)}  {row.name}")
 
 
 @keys.command("revoke")
@@ -181,6 +165,17 @@ def _opened(settings: str | None, data_dir: str | None, database: str | None) ->
     )
     with opened_store(found) as store:
         yield store
+
+
+def _facts_of(row: KeyRow) -> dict[str, Any]:
+    names = ("id", "tenant", "name", "scopes", "created_at", "expires_at")
+    return {name: getattr(row, name) for name in names} | {"state": _state_of(row)}
+
+
+def _state_of(row: KeyRow) -> str:
+    if row.revoked_at is not None:
+        return "revoked"
+    return "expired" if row.expires_at is not None and row.expires_at <= time.time() else "valid"
 
 
 def _models(given: list[str]) -> dict[str, str]:

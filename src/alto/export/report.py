@@ -70,9 +70,7 @@ def write_report(run_dir: str | Path, *, price: float | None = None) -> Path:
     return write_page(run_dir / REPORT_NAME, report_page(run_dir, read_history(run_dir), price=price))
 
 
-def report_page(
-    run_dir: Path, history: RunHistory, *, price: float | None = None, shown_as: Path | None = None
-) -> str:
+def report_page(run_dir: Path, history: RunHistory, *, price: float | None = None, shown_as: Path | None = None) -> str:
     """The report of a run as HTML.
 
     Args:

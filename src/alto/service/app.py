@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from fastapi import FastAPI
 
-from alto.service.api import cluster, drafts, streams, tasks
+from alto.service.api import cluster, drafts, health, streams, tasks
 from alto.service.api.streams import Followers
 from alto.service.context import Service
 from alto.service.coordinator import Coordinator
 from alto.service.openai import files, jobs, models, unsupported, uploads
 from alto.service.web.answers import RequestIds, add_error_answers
+from alto.service.web.counts import RequestCounts
 from alto.service.web.limits import BodyLimits
 from alto.version import __version__
 
@@ -21,6 +22,8 @@ def create_app(service: Service, coordinator: Coordinator | None = None) -> Fast
     app = FastAPI(title="ALTO", version=__version__, docs_url=None, redoc_url=None)
     app.state.service, app.state.coordinator = service, coordinator
     add_error_answers(app)
+    app.state.request_counts = RequestCounts()
+    app.include_router(health.router)
     app.state.followers = Followers(service.store)
     for part in (tasks, streams, cluster, drafts):
         app.include_router(part.router, prefix="/api")
@@ -32,5 +35,5 @@ def create_app(service: Service, coordinator: Coordinator | None = None) -> Fast
         max_upload_bytes=settings.max_upload_bytes,
         max_request_bytes=settings.max_request_bytes,
     )
-    app.add_middleware(RequestIds)
+    app.add_middleware(RequestIds, counts=app.state.request_counts)
     return app

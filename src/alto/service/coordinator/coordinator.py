@@ -157,9 +157,9 @@ class Coordinator:
                     select(JobRow).where(JobRow.status == "validating_files").order_by(JobRow.number).limit(16)
                 )
             )
-        for job in new:
-            if job.id not in self._checks:
-                self._checks[job.id] = pool.submit(self._check, plane, job)
+        for row in new:
+            if row.id not in self._checks:
+                self._checks[row.id] = pool.submit(self._check, plane, row)
 
     def _check(self, plane: ControlPlane, job: JobRow) -> None:
         """Make the run of a job, or fail the job."""

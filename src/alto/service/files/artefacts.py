@@ -101,5 +101,5 @@ class Artefacts:
 
     def _path(self, name: str) -> str:
         parts = name.split("/")
-        assert parts and all(part not in ("", ".", "..") for part in parts), f"no name of a content: {name!r}"
+        assert all(part not in ("", ".", "..") for part in parts), f"no name of a content: {name!r}"
         return "/".join((self._root.rstrip("/"), *parts))

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
 
-__all__ = ["Checked", "check_rows"]
+__all__ = ["Checked", "check_rows", "sha256_of"]
 
 _MAX_LINE_BYTES = 16 * 2**20
 _MOST_FAULTS = 20
+_CHUNK_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +30,14 @@ class Checked:
     sha256: str
     num_rows: int
     fault: str = ""
+
+
+def sha256_of(file: BinaryIO) -> str:
+    """SHA-256 of what a file holds, as hexadecimal digits; the file is left at its end."""
+    digest = hashlib.sha256()
+    while chunk := file.read(_CHUNK_BYTES):
+        digest.update(chunk)
+    return digest.hexdigest()
 
 
 def check_rows(file: BinaryIO) -> Checked:

@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 from alto.service.access import Caller
 from alto.service.context import Service, ServiceOf
 from alto.service.errors import ApiError, not_found, refused
-from alto.service.files import check_rows
+from alto.service.files import check_rows, sha256_of
 from alto.service.ids import new_id, now
 from alto.service.openai.objects import file_object, list_object
 from alto.service.openai.paging import After
@@ -48,7 +48,7 @@ def create(
     """Keep a file; its status says whether it can be used."""
     check_purpose(purpose)
     expires_after_s = _expiry_s(anchor, seconds)
-    digest = hashlib.file_digest(file.file, "sha256").hexdigest()
+    digest = sha256_of(file.file)
     name = file.filename or "upload.jsonl"
     mark = mark_of(request, caller, hashlib.sha256(f"{digest}\0{purpose}\0{name}".encode()).hexdigest())
     file.file.seek(0)

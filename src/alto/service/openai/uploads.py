@@ -14,6 +14,7 @@ from sqlalchemy.orm import Session
 
 from alto.service.context import ServiceOf
 from alto.service.errors import ApiError, not_found, refused
+from alto.service.files import sha256_of
 from alto.service.ids import new_id, now
 from alto.service.openai.files import check_purpose, find_file, keep_file, mark_of
 from alto.service.openai.objects import part_object, upload_object
@@ -81,7 +82,7 @@ def create(request: Request, service: ServiceOf, caller: Writer, body: _Upload) 
 @router.post("/uploads/{upload_id}/parts")
 def add_part(request: Request, service: ServiceOf, caller: Writer, upload_id: str, data: UploadFile) -> dict[str, Any]:
     """Keep a part of a file."""
-    digest = hashlib.file_digest(data.file, "sha256").hexdigest()
+    digest = sha256_of(data.file)
     num_bytes = data.file.tell()
     if num_bytes > _MAX_PART_BYTES:
         raise ApiError(413, f"data: expected at most {_MAX_PART_BYTES} bytes a part, found {num_bytes}", param="data")

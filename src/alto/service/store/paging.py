@@ -14,7 +14,7 @@ Row = TypeVar("Row")
 
 def page_of(
     session: Session,
-    statement: Select[tuple[Row]],
+    statement: Select[Row],
     number: InstrumentedAttribute[Any],
     *,
     after: int | None,

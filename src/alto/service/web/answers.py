@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from alto.errors import AltoError
 from alto.service.errors import ApiError
+from alto.service.web.counts import RequestCounts
 
 __all__ = ["RequestIds", "add_error_answers"]
 
@@ -30,10 +31,16 @@ _SECURITY = (
 
 
 class RequestIds:
-    """Names every request in its answer and in the log, which holds no query, body or key."""
+    """Names every request in its answer and in the log, which holds no query, body or key; and counts it.
 
-    def __init__(self, app: ASGIApp) -> None:
+    Args:
+        app: What answers the request.
+        counts: Of all requests.
+    """
+
+    def __init__(self, app: ASGIApp, *, counts: RequestCounts) -> None:
         self._app = app
+        self._counts = counts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -54,15 +61,17 @@ class RequestIds:
         try:
             await self._app(scope, receive, named_send)
         finally:
-            route = scope.get("route")
+            route = getattr(scope.get("route"), "path", "unknown")
+            duration_s = time.monotonic() - began
+            self._counts.add(scope["method"] if route != "unknown" else "any", route, status, duration_s)
             _LOG.info(
                 "request",
                 extra={
                     "request_id": name,
                     "method": scope["method"],
-                    "route": getattr(route, "path", "unknown"),
+                    "route": route,
                     "status": status,
-                    "duration_s": round(time.monotonic() - began, 4),
+                    "duration_s": round(duration_s, 4),
                     "tenant": scope.get("state", {}).get("tenant"),
                 },
             )
