@@ -6,21 +6,21 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from alto.cluster import Cluster, Controller, ControllerStatus, GuardedSolver, TaskRun
+from alto.cluster import Cluster, Controller, GuardedSolver, TaskRun, TaskStatus
 from alto.data import read_task_rows
 from alto.engine.estimates import base_key
 from alto.engine.queue_setup import QueueSetup
 from alto.engine.runner import portable
 from alto.engine.work import TRAIN
-from alto.records import Node, TaskEstimate
+from alto.records import TaskEstimate
 from alto.runs import Action, Answer, Journal, Observer, RunDir
 from alto.runs.events import QueueResumed, QueueStarted
-from alto.scheduler.queue import Queue, QueueSettings
+from alto.scheduler.queue import Queue, QueueSettings, TaskState
 from alto.spec import Task
 
-__all__ = ["ControlPlane", "RunOrder", "checked_task", "opened_control_plane"]
+__all__ = ["ControlPlane", "OrderState", "RunOrder", "checked_task", "opened_control_plane"]
 
 REPLAN_S = 1.0
 REPLAN_GAP = 0.01
@@ -53,6 +53,23 @@ class RunOrder:
     shares_with: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OrderState:
+    """An order as it is now.
+
+    Attributes:
+        outcome: ``finished``, ``failed`` or ``stopped``; None while something is still to be done.
+        is_running: Whether an executor works on it.
+        remaining_s: Estimated seconds of training that are left.
+        reason: Why it failed.
+    """
+
+    outcome: Literal["finished", "failed", "stopped"] | None
+    is_running: bool
+    remaining_s: float
+    reason: str
+
+
 def checked_task(task: Task) -> Task:
     """``task`` with absolute paths, so that any process can train it; its rows were read, and are not bad.
 
@@ -79,16 +96,6 @@ class ControlPlane:
         self._cluster = cluster
         self._controller = controller
         self._quotas = quotas
-
-    @property
-    def nodes(self) -> tuple[Node, ...]:
-        """The machines as they are now."""
-        return tuple(self._cluster.nodes)
-
-    @property
-    def has_gpus(self) -> bool:
-        """False where CPU slots stand for GPUs."""
-        return self._cluster.has_gpus
 
     def check(self, task: Task) -> None:
         """Check that the cluster can train ``task`` at some time.
@@ -150,9 +157,15 @@ class ControlPlane:
 
         self._controller.call(change)
 
-    def status(self) -> ControllerStatus:
-        """Everything as it is now."""
-        return self._controller.status()
+    def states(self) -> dict[str, OrderState]:
+        """All orders as they are now, by name."""
+        return {name: _state_of(task) for name, task in self._controller.status().tasks.items()}
+
+    def num_gpus(self) -> tuple[int, int]:
+        """GPUs, or CPU slots, that executors have, and all of them."""
+        status = self._controller.status()
+        used = {gpu for task in status.tasks.values() if not task.has_ended for gpu in task.gpus}
+        return len(used), sum(len(node.gpus) for node in status.nodes)
 
     def drain(self) -> None:
         """Let running executors save and end, start no others, and wait until none runs."""
@@ -190,3 +203,17 @@ def opened_control_plane(setup: QueueSetup, root: Path, observer: Observer) -> I
         with Controller(cluster, scheduling, journal, show=observer) as controller:
             controller.start()
             yield ControlPlane(setup, cluster, controller, quotas)
+
+
+def _state_of(task: TaskStatus) -> OrderState:
+    outcomes: dict[TaskState, Literal["finished", "failed", "stopped"]] = {
+        TaskState.FINISHED: "finished",
+        TaskState.FAILED: "failed",
+        TaskState.STOPPED: "stopped",
+    }
+    return OrderState(
+        outcome=outcomes.get(task.state),
+        is_running=task.state in (TaskState.STARTING, TaskState.RUNNING),
+        remaining_s=task.expected_s * (1.0 - task.share_done),
+        reason=task.reason,
+    )

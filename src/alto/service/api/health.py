@@ -49,10 +49,9 @@ def metrics(request: Request, service: ServiceOf) -> PlainTextResponse:
     lines += _gauge("alto_files_bytes", "Bytes of these files.", [("", int(num_bytes))])
     lines += _gauge("alto_leads", "Whether this process drives the control plane.", [("", int(plane is not None))])
     if plane is not None:
-        status = plane.status()
-        used = {gpu for task in status.tasks.values() if not task.has_ended for gpu in task.gpus}
-        lines += _gauge("alto_gpus", "GPUs, or CPU slots.", [("", sum(len(node.gpus) for node in status.nodes))])
-        lines += _gauge("alto_gpus_used", "GPUs that executors have.", [("", len(used))])
+        num_used, num_all = plane.num_gpus()
+        lines += _gauge("alto_gpus", "GPUs, or CPU slots.", [("", num_all)])
+        lines += _gauge("alto_gpus_used", "GPUs that executors have.", [("", num_used)])
     counts: RequestCounts = request.app.state.request_counts
     return PlainTextResponse("\n".join([*lines, *counts.lines(), ""]), media_type="text/plain; version=0.0.4")
 

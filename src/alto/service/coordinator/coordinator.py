@@ -18,11 +18,9 @@ from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
-from alto.cluster import TaskStatus
-from alto.engine.control_plane import ControlPlane, RunOrder
+from alto.engine.control_plane import ControlPlane, OrderState, RunOrder
 from alto.errors import AltoError, QueueCommandError
 from alto.runs import RunDir, has_result, load_run_task
-from alto.scheduler.queue import TaskState
 from alto.service.context import Service
 from alto.service.coordinator.housekeeping import keep_house
 from alto.service.coordinator.leadership import Leadership, LostLeadershipError
@@ -261,19 +259,16 @@ class Coordinator:
     def _note_ends(self, plane: ControlPlane) -> None:
         if not self._live:
             return
-        tasks = plane.status().tasks
+        states = plane.states()
         for job, live in list(self._live.items()):
-            task = tasks.get(live.order)
-            if task is None:
-                continue
-            self._note_progress(job, live, task)
-            if task.has_ended:
+            state = states[live.order]
+            self._note_progress(job, live, state)
+            if state.outcome is not None:
                 del self._live[job]
-                self._note_end(job, live, task)
+                self._note_end(job, live, state)
 
-    def _note_progress(self, job: str, live: _Live, task: TaskStatus) -> None:
-        is_running = task.state in (TaskState.RUNNING, TaskState.STARTING)
-        is_due = is_running and time.monotonic() - live.forecast_at > _FORECAST_S
+    def _note_progress(self, job: str, live: _Live, state: OrderState) -> None:
+        is_due = state.is_running and time.monotonic() - live.forecast_at > _FORECAST_S
         has_news = live.projection.has_news()
         if not (has_news or is_due):
             return
@@ -286,19 +281,19 @@ class Coordinator:
                 row.status, row.started_at = "running", row.started_at or now()
                 add_event(session, row, "Fine-tuning job started")
             if row.status == "running":
-                row.estimated_finish = now() + int(task.expected_s * (1.0 - task.share_done))
+                row.estimated_finish = now() + int(state.remaining_s)
 
-    def _note_end(self, job: str, live: _Live, task: TaskStatus) -> None:
+    def _note_end(self, job: str, live: _Live, state: OrderState) -> None:
         with self._service.store.reading() as session:
             row = session.scalar(select(JobRow).where(JobRow.id == job))
         assert row is not None
         while live.projection.has_news():
             with self._changing(job) as (session, locked):
                 live.projection.write(session, locked)
-        if task.state is TaskState.FINISHED:
+        if state.outcome == "finished":
             self._finish(row, live.projection)
-        elif task.state is TaskState.FAILED:
-            message = shown_error(self._service, row, task.reason or "the executor failed")
+        elif state.outcome == "failed":
+            message = shown_error(self._service, row, state.reason or "the executor failed")
             with self._changing(job) as (session, locked):
                 self._fail(session, locked, {"code": "training_failed", "message": message, "param": None})
         # A stopped one was paused or cancelled; where it was resumed meanwhile, the next turn submits it again.
