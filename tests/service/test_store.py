@@ -69,9 +69,14 @@ def test_a_database_of_a_newer_version_is_refused(store: Store) -> None:
 
 def test_a_transaction_is_kept_as_a_whole_or_not_at_all(store: Store) -> None:
     job = add_job(store)
-    with pytest.raises(RuntimeError), store.writing() as session:
-        cancel_job(session, "a", job)
-        raise RuntimeError
+
+    def cancel_and_fail() -> None:
+        with store.writing() as session:
+            cancel_job(session, "a", job)
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        cancel_and_fail()
     with store.reading() as session:
         assert find_job(session, "a", job).status == "queued"
         assert events_of(session, job, since=1, limit=10) == []
@@ -109,8 +114,7 @@ def test_states_change_only_where_that_is_allowed(store: Store) -> None:
                 with store.writing() as session:
                     found[state, name] = change(session, "a", job).status
             except ApiError as error:
-                assert error.status == 400
-                found[state, name] = "refused"
+                found[state, name] = "refused" if error.status == 400 else str(error.status)
     assert found == {
         **{(state, "cancel"): "cancelled" for state in (*states[:4], "cancelled")},
         **{(state, "cancel"): "refused" for state in ("succeeded", "failed")},

@@ -7,7 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,9 @@ from alto.engine.control_plane import ControlPlane, opened_control_plane
 from alto.engine.queue_setup import QueueSetup
 from alto.service.app import create_app
 from alto.service.context import Service
+from alto.service.control import control_folder
 from alto.service.coordinator import Coordinator
+from alto.service.coordinator.coordinator import OpenPlane
 from alto.service.coordinator.leadership import Leadership
 from alto.service.serve import opened_service
 from alto.service.settings import ServiceSettings
@@ -64,9 +66,7 @@ class Served:
 
 
 @contextlib.contextmanager
-def served(
-    root: Path, *, open_plane: Callable[[], contextlib.AbstractContextManager[ControlPlane]] | None = None, **own: Any
-) -> Iterator[Served]:
+def served(root: Path, *, open_plane: OpenPlane | None = None, **own: Any) -> Iterator[Served]:
     """A server on a free port until the block is left.
 
     Args:
@@ -92,7 +92,11 @@ def served(
 def answering(service: Service, coordinator: Coordinator | None) -> Iterator[str]:
     """The address at which a thread of this process answers for ``service``."""
     config = uvicorn.Config(
-        create_app(service, coordinator), host="127.0.0.1", port=0, log_config=None, timeout_graceful_shutdown=1
+        create_app(service, coordinator),
+        host="127.0.0.1",
+        port=service.settings.port,
+        log_config=None,
+        timeout_graceful_shutdown=1,
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
@@ -117,14 +121,12 @@ class _Setup(QueueSetup):
             yield self.given
 
 
-def simulated_plane(
-    root: Path, new_cluster: Callable[[], Cluster]
-) -> Callable[[], contextlib.AbstractContextManager[ControlPlane]]:
+def simulated_plane(root: Path, new_cluster: Callable[[], Cluster]) -> OpenPlane:
     """Opens a control plane on a new simulated cluster; ``root`` is the service's data folder."""
 
-    def opened() -> contextlib.AbstractContextManager[ControlPlane]:
+    def opened(epoch: int) -> contextlib.AbstractContextManager[ControlPlane]:
         setup = _Setup(strategy="single", cluster="simulated", total_gpus=None, quotas={}, given=new_cluster())
-        return opened_control_plane(replace(setup), root / "control", lambda entry: None)
+        return opened_control_plane(setup, control_folder(root, epoch), method="lpt")
 
     return opened
 

@@ -15,7 +15,7 @@ from alto.engine.queue_setup import QueueSetup
 from alto.engine.runner import portable
 from alto.engine.work import TRAIN
 from alto.records import TaskEstimate
-from alto.runs import Action, Answer, Journal, Observer, RunDir
+from alto.runs import Action, Answer, Journal, RunDir
 from alto.runs.events import QueueResumed, QueueStarted
 from alto.scheduler.queue import Queue, QueueSettings, TaskState
 from alto.spec import Task
@@ -173,13 +173,13 @@ class ControlPlane:
 
 
 @contextlib.contextmanager
-def opened_control_plane(setup: QueueSetup, root: Path, observer: Observer) -> Iterator[ControlPlane]:
+def opened_control_plane(setup: QueueSetup, root: Path, *, method: str = "cp-sat") -> Iterator[ControlPlane]:
     """A control plane until the block is left; what runs then is killed, and can be resumed.
 
     Args:
         setup: Where and how runs are trained.
         root: Folder of its journal and its lock.
-        observer: Shown every entry of the runs' journals, in a `TaskRelayed`; has to return at once.
+        method: Scheduling method.
 
     Raises:
         RunBusyError: Another process has the folder.
@@ -190,7 +190,7 @@ def opened_control_plane(setup: QueueSetup, root: Path, observer: Observer) -> I
     with (
         folder.locked(),
         setup.opened() as cluster,
-        GuardedSolver("cp-sat", time_limit_s=REPLAN_S, gap=REPLAN_GAP) as solve,
+        GuardedSolver(method, time_limit_s=REPLAN_S, gap=REPLAN_GAP) as solve,
         Journal(folder.journal_file, check=folder.check_lock) as journal,
     ):
         settings = QueueSettings(quotas=quotas, max_planned=MAX_PLANNED)
@@ -199,8 +199,8 @@ def opened_control_plane(setup: QueueSetup, root: Path, observer: Observer) -> I
             journal.append(QueueResumed(done=(), notes=()))
         else:
             devices = "gpus" if cluster.has_gpus else "cpu slots"
-            journal.append(QueueStarted(method="cp-sat", devices=devices, nodes=tuple(cluster.nodes), tasks=()))
-        with Controller(cluster, scheduling, journal, show=observer) as controller:
+            journal.append(QueueStarted(method=method, devices=devices, nodes=tuple(cluster.nodes), tasks=()))
+        with Controller(cluster, scheduling, journal) as controller:
             controller.start()
             yield ControlPlane(setup, cluster, controller, quotas)
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import uvicorn
 from fastapi import FastAPI
@@ -18,6 +16,7 @@ from alto.errors import ServiceError
 from alto.service.access import DEFAULT_TENANT, create_tenant, has_keys
 from alto.service.app import create_app
 from alto.service.context import Service
+from alto.service.control import control_folder
 from alto.service.coordinator import Coordinator
 from alto.service.coordinator.leadership import Leadership
 from alto.service.database import opened_store
@@ -26,9 +25,6 @@ from alto.service.logs import configure_logs
 from alto.service.settings import ServiceSettings
 
 __all__ = ["opened_service", "running", "serve"]
-
-CONTROL = "control"
-"""Folder of the control plane's journal, in the data folder."""
 
 
 @contextlib.contextmanager
@@ -47,7 +43,7 @@ def opened_service(settings: ServiceSettings) -> Iterator[Service]:
 @contextlib.contextmanager
 def running(service: Service) -> Iterator[FastAPI]:
     """The application, with a coordinator beside it until the block is left."""
-    coordinator = Coordinator(service, Leadership(service.store), lambda: _plane(service.settings))
+    coordinator = Coordinator(service, Leadership(service.store), lambda epoch: _plane(service.settings, epoch))
     app = create_app(service, coordinator)
     coordinator.start()
     try:
@@ -112,8 +108,6 @@ class _Server(uvicorn.Server):
             self._on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
 
 
-def _plane(settings: ServiceSettings) -> contextlib.AbstractContextManager[ControlPlane]:
+def _plane(settings: ServiceSettings, epoch: int) -> contextlib.AbstractContextManager[ControlPlane]:
     setup = QueueSetup(strategy=settings.strategy, cluster=settings.cluster, total_gpus=settings.total_gpus, quotas={})
-    root = Path(settings.root) / CONTROL
-    os.makedirs(root, exist_ok=True)
-    return opened_control_plane(setup, root, lambda entry: None)
+    return opened_control_plane(setup, control_folder(settings.root, epoch))

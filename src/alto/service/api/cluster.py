@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter
@@ -12,6 +11,7 @@ from alto.records import Gpu, Placement
 from alto.runs import QueueHistory
 from alto.runs.queue_history import TaskHistory
 from alto.service.context import Service, ServiceOf
+from alto.service.control import newest_journal
 from alto.service.store.jobs import OPEN
 from alto.service.store.tables import JobRow
 from alto.service.web.access import Reader
@@ -41,8 +41,8 @@ class ClusterView:
     @classmethod
     def read(cls, service: Service, tenant: str) -> ClusterView:
         """The view as it is now; empty before a server has led."""
-        journal = Path(service.settings.root) / "control" / "journal.jsonl"
-        return cls(QueueHistory.read(journal) if journal.exists() else QueueHistory(), tenant)
+        journal = newest_journal(service.settings.root)
+        return cls(QueueHistory() if journal is None else QueueHistory.read(journal), tenant)
 
     def shown_name(self, task: str) -> str:
         """The task's own id where it is the tenant's; else a number."""

@@ -44,7 +44,7 @@ _HOUSEKEEPING_S = 60.0
 _FORECAST_S = 5.0
 _RETRY_S = 2.0
 
-OpenPlane: TypeAlias = Callable[[], AbstractContextManager[ControlPlane]]
+OpenPlane: TypeAlias = Callable[[int], AbstractContextManager[ControlPlane]]
 
 
 @dataclass(slots=True)
@@ -63,7 +63,7 @@ class Coordinator:
     Args:
         service: The service.
         leadership: Of this process.
-        open_plane: Opens the control plane; called whenever this process begins to lead.
+        open_plane: Opens the control plane; called with the epoch whenever this process begins to lead.
     """
 
     def __init__(self, service: Service, leadership: Leadership, open_plane: OpenPlane) -> None:
@@ -109,7 +109,7 @@ class Coordinator:
 
     def _lead(self) -> None:
         _LOG.info("this server leads")
-        with self._open_plane() as plane, ThreadPoolExecutor(2, "alto-checks") as pool:
+        with self._open_plane(self._leadership.epoch) as plane, ThreadPoolExecutor(2, "alto-checks") as pool:
             self.plane, self.failure = plane, None
             self._live, self._checks = {}, {}
             try:

@@ -56,6 +56,12 @@ class Leadership:
         """Whether this process leads, as far as it knows."""
         return self._epoch is not None
 
+    @property
+    def epoch(self) -> int:
+        """Number of the present leader; only where this process leads."""
+        assert self._epoch is not None, "it does not lead"
+        return self._epoch
+
     def acquire(self) -> bool:
         """Lead, where nobody does; returns whether this process leads now."""
         with self._store.writing() as session:
