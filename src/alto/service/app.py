@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from fastapi import FastAPI
 
+from alto.service.api import models as own_models
+from alto.service.api.model_exports import ModelExports
 from alto.service.context import Service
 from alto.service.coordinator import Coordinator
 from alto.service.openai import files, jobs, models, unsupported, uploads
+from alto.service.serving import chat
 from alto.service.web.answers import RequestIds, add_error_answers
 from alto.service.web.limits import BodyLimits
 from alto.version import __version__
@@ -18,8 +21,10 @@ def create_app(service: Service, coordinator: Coordinator | None = None) -> Fast
     """The application that answers for ``service``; ``coordinator`` is that of this process, where it has one."""
     app = FastAPI(title="ALTO", version=__version__, docs_url=None, redoc_url=None)
     app.state.service, app.state.coordinator = service, coordinator
+    app.state.model_exports = ModelExports(service)
     add_error_answers(app)
-    for part in (files, uploads, jobs, models, unsupported):
+    app.include_router(own_models.router, prefix="/api")
+    for part in (files, uploads, jobs, models, chat, unsupported):
         app.include_router(part.router, prefix="/v1")
     settings = service.settings
     app.add_middleware(
