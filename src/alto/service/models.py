@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from sqlalchemy import Select, select
+from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from alto.service.errors import ApiError, not_found
@@ -94,7 +94,7 @@ def aliases_of(session: Session, tenant: str) -> list[tuple[AliasRow, ModelRow]]
     return [(row[0], row[1]) for row in session.execute(_aliases(tenant).order_by(AliasRow.name))]
 
 
-def _aliases(tenant: str) -> Select[Any]:
+def _aliases(tenant: str) -> Any:
     return (
         select(AliasRow, ModelRow)
         .join(ModelRow, ModelRow.id == AliasRow.model)
