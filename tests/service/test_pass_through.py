@@ -34,7 +34,7 @@ def vllm() -> Iterator[FakeVllm]:
 
 @pytest.fixture
 def service(tmp_path: Path, vllm: FakeVllm) -> Iterator[Served]:
-    settings = VllmSettings(url=vllm.url, api_key=KEY, base_model=BASE, timeout_s=60)
+    settings = VllmSettings(url=vllm.url, api_key=KEY, base_model=BASE, timeout_s=3600)  # longer than any test waits
     with served(tmp_path, models={"base": BASE, "other": "other-base"}, vllm=settings) as found:
         yield found
 
@@ -82,6 +82,13 @@ def test_models_and_their_names_answer(service: Served, vllm: FakeVllm) -> None:
         assert headers["authorization"] == f"Bearer {KEY}"
         assert "caller" not in json.dumps(headers)
         assert client.completions.create(model=asked, prompt="Who?").choices[0].text == f"I am {answers}"
+
+
+def test_the_address_may_have_a_path(tmp_path: Path, vllm: FakeVllm) -> None:
+    settings = VllmSettings(url=f"{vllm.url}/v1/", api_key=KEY, base_model=BASE)
+    with served(tmp_path, models={"base": BASE}, vllm=settings) as service:
+        service.client().completions.create(model="base", prompt="Who?")
+    assert vllm.paths() == ["/v1/completions"]
 
 
 def test_a_stream_comes_as_it_is(service: Served, vllm: FakeVllm) -> None:

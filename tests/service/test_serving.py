@@ -15,6 +15,7 @@ from fastapi.testclient import TestClient
 from served_models import add_model, row_of
 from services import wait_for
 
+from alto.errors import SpecError
 from alto.service.app import create_app
 from alto.service.context import Service
 from alto.service.files import Artefacts
@@ -42,13 +43,13 @@ def vllm() -> Iterator[FakeVllm]:
         yield found
 
 
-def settings_of(root: Path, server: FakeVllm, *, timeout_s: float = 60.0, **own: object) -> ServiceSettings:
+def settings_of(root: Path, server: FakeVllm, **own: object) -> ServiceSettings:
     return ServiceSettings(
         **{
             "data_dir": str(root),
             "models": {"base": BASE, "other": "other-base"},
             "vllm": VllmSettings(
-                url=server.url, api_key=KEY, base_model=BASE, probe_interval_s=_INTERVAL_S, timeout_s=timeout_s
+                url=server.url, api_key=KEY, base_model=BASE, probe_interval_s=_INTERVAL_S, timeout_s=3600
             ),
             **own,
         }
@@ -315,23 +316,22 @@ def test_a_server_that_is_away_changes_nothing_and_is_left_alone_for_a_while(
     assert row_of(service, name).serving == "ready"
 
 
-def test_one_adapter_that_hangs_the_server_does_not_keep_others_waiting(tmp_path: Path, vllm: FakeVllm) -> None:
-    with opened_service(settings_of(tmp_path, vllm, timeout_s=0.2)) as service:
-        clock = Clock()
-        turns = Turns(Registrar(service, clock), clock)
-        good = add_model(service, "a")
-        bad = add_model(service, "b")
-        vllm.hangs.add("/v1/load_lora_adapter")
-        turns.after()
-        row = row_of(service, bad)
-        assert (row.serving, row_of(service, good).serving) == ("pending", "none")
-        assert "within 0.2 s" in str(row.serving_details)
-        turns.after(_INTERVAL_S)  # tries the same one again, and waits for longer then
-        vllm.hangs.clear()
-        turns.after(_INTERVAL_S)
-        assert (row_of(service, bad).serving, row_of(service, good).serving) == ("pending", "ready")
-        turns.after(_INTERVAL_S)
-        assert row_of(service, bad).serving == "ready"
+def test_one_adapter_that_the_server_stumbles_over_does_not_keep_others_waiting(
+    service: Service, vllm: FakeVllm, turns: Turns
+) -> None:
+    good = add_model(service, "a")
+    bad = add_model(service, "b")
+    vllm.drops.add("/v1/load_lora_adapter")
+    turns.after()
+    row = row_of(service, bad)
+    assert (row.serving, row_of(service, good).serving) == ("pending", "none")
+    assert "expected a complete answer" in str(row.serving_details)
+    turns.after(_INTERVAL_S)  # tries the same one again, and waits for longer then
+    vllm.drops.clear()
+    turns.after(_INTERVAL_S)
+    assert (row_of(service, bad).serving, row_of(service, good).serving) == ("pending", "ready")
+    turns.after(_INTERVAL_S)
+    assert row_of(service, bad).serving == "ready"
 
 
 def test_models_of_another_base_are_left_out(service: Service, vllm: FakeVllm, turns: Turns) -> None:
@@ -355,6 +355,17 @@ def test_which_base_model_the_server_has(tmp_path: Path, vllm: FakeVllm) -> None
     assert not settings_of(tmp_path, vllm, vllm=None).is_served("base")
 
 
+@pytest.mark.parametrize("url", ["ftp://a", "http://", "http://a:b@c", "http://a:port", "http://a/?q=1", "http://a b"])
+def test_addresses_of_servers_are_checked(url: str) -> None:
+    with pytest.raises(SpecError):
+        VllmSettings(url=url, base_model=BASE)
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:8000", "https://gpu-1.example/v1/", "http://[::1]:80"])
+def test_addresses_of_servers_are_taken(url: str) -> None:
+    assert VllmSettings(url=url, base_model=BASE).url == url
+
+
 def test_without_a_server_nothing_is_done(tmp_path: Path, vllm: FakeVllm) -> None:
     with opened_service(settings_of(tmp_path, vllm, vllm=None)) as service:
         name = add_model(service, "a")
@@ -375,3 +386,9 @@ def test_the_thread_registers_and_ends_while_the_server_hangs(service: Service, 
     wait_for(lambda: len(vllm.asked) > before)
     registrar.stop()
     assert not registrar._thread.is_alive()
+
+
+def test_the_page_has_every_key_and_every_state() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+    keys = {*VllmSettings.model_fields, "none", "pending", "ready", "failed"}
+    assert {key for key in keys if f"\n| `{key}` |" not in page} == set()

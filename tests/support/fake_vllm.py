@@ -15,7 +15,7 @@ from typing import Any
 __all__ = ["BASE", "KEY", "PIECES", "FakeVllm", "fake_vllm"]
 
 BASE = "tiny-base"
-KEY = "key of the server"
+KEY = "key-of-the-server"
 
 
 def _chunk(text: str) -> bytes:
@@ -37,6 +37,7 @@ class FakeVllm:
         refuses_load, fails_probe: Names of adapters that it does not load, or does not answer with.
         is_away: Whether it is being started: every request is answered with 503.
         hangs: Paths on which nothing is answered until the test ends.
+        drops: Paths on which the connection is closed without an answer.
         breaks_streams: Whether streams end in the middle.
         redirects_to: An address that requests are sent on to.
         answer: Status and body of the next completions, in place of its own.
@@ -52,6 +53,7 @@ class FakeVllm:
         self.fails_probe: set[str] = set()
         self.is_away = False
         self.hangs: set[str] = set()
+        self.drops: set[str] = set()
         self.breaks_streams = False
         self.redirects_to: str | None = None
         self.answer: tuple[int, Any] | None = None
@@ -90,6 +92,8 @@ class _Handler(BaseHTTPRequestHandler):
         fake.asked.append((self.command, self.path, body, {key.lower(): value for key, value in self.headers.items()}))
         if self.path in fake.hangs:
             self._hang()
+        elif self.path in fake.drops:
+            self.close_connection = True
         elif fake.redirects_to is not None:
             self._send(307, {}, Location=fake.redirects_to)
         elif fake.is_away:

@@ -19,6 +19,8 @@ MIB = 2**20
 
 PASSED_THROUGH = "passed_through"
 
+_SERVER_URL = r"^https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?(/[A-Za-z0-9._~/-]*)?$"
+
 
 class VllmSettings(SpecModel):
     """A vLLM server that answers for the adapters; started with ``--enable-lora`` and
@@ -33,8 +35,8 @@ class VllmSettings(SpecModel):
         timeout_s: Longest wait for an answer, or for the next piece of one that is streamed.
     """
 
-    url: str = Field(pattern=r"^https?://", description="address of the server")
-    api_key: str | None = Field(default=None, description="its bearer key")
+    url: str = Field(pattern=_SERVER_URL, description="address of the server")
+    api_key: str | None = Field(default=None, pattern=r"^[!-~]+$", description="its bearer key")
     base_model: str = Field(min_length=1, description="name of the base model there")
     probe_interval_s: float = Field(default=10.0, gt=0, le=3600, description="seconds between two probes")
     timeout_s: float = Field(default=300.0, gt=0, le=3600, description="longest wait for an answer")

@@ -12,9 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from sqlalchemy import ColumnElement, and_, or_, select, update
-from sqlalchemy.exc import SQLAlchemyError
 
-from alto.errors import AltoError
 from alto.service.context import Service
 from alto.service.serving.aliases import move_alias, settle_aliases
 from alto.service.serving.upstream import UpstreamError
@@ -156,7 +154,7 @@ class Registrar:
             self._hold_back(row)
             self._note(row, "pending", self._shown(error))
             raise
-        except (AdapterRefusedError, OSError) as error:
+        except Exception as error:  # refused; or whatever the store of artefacts raises: others are registered still
             self._hold_back(row)
             self._note(row, "failed", self._shown(error))
             with contextlib.suppress(AdapterRefusedError):
@@ -247,7 +245,7 @@ class Registrar:
         while not self._is_stopping.is_set():
             try:
                 self.turn()
-            except (AltoError, SQLAlchemyError, OSError) as error:
+            except Exception as error:  # the thread stays for the next turn
                 self._rest_until = self._clock() + self._interval_s
                 _LOG.error("adapters are not registered for now", exc_info=error)
             except asyncio.CancelledError:
