@@ -5,10 +5,13 @@ from __future__ import annotations
 from fastapi import FastAPI
 
 from alto.service.api import cluster, drafts, health, streams, tasks
+from alto.service.api import models as own_models
+from alto.service.api.model_exports import ModelExports
 from alto.service.api.streams import Followers
 from alto.service.context import Service
 from alto.service.coordinator import Coordinator
 from alto.service.openai import files, jobs, models, unsupported, uploads
+from alto.service.serving import chat
 from alto.service.web.answers import RequestIds, add_error_answers
 from alto.service.web.counts import RequestCounts
 from alto.service.web.limits import BodyLimits
@@ -21,13 +24,14 @@ def create_app(service: Service, coordinator: Coordinator | None = None) -> Fast
     """The application that answers for ``service``; ``coordinator`` is that of this process, where it has one."""
     app = FastAPI(title="ALTO", version=__version__, docs_url=None, redoc_url=None)
     app.state.service, app.state.coordinator = service, coordinator
+    app.state.model_exports = ModelExports(service)
     add_error_answers(app)
     app.state.request_counts = RequestCounts()
     app.include_router(health.router)
     app.state.followers = Followers(service.store)
-    for part in (tasks, streams, cluster, drafts):
+    for part in (tasks, streams, cluster, drafts, own_models):
         app.include_router(part.router, prefix="/api")
-    for part in (files, uploads, jobs, models, unsupported):
+    for part in (files, uploads, jobs, models, chat, unsupported):
         app.include_router(part.router, prefix="/v1")
     settings = service.settings
     app.add_middleware(

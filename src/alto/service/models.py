@@ -10,9 +10,18 @@ from sqlalchemy.orm import Session
 
 from alto.service.errors import ApiError, not_found
 from alto.service.settings import ServiceSettings
-from alto.service.store.tables import ModelRow
+from alto.service.store.tables import AliasRow, ModelRow
 
-__all__ = ["base_model_of", "checkpoint_name", "find_model", "fine_tuned_name"]
+__all__ = [
+    "alias_name",
+    "aliases_of",
+    "base_model_of",
+    "checkpoint_name",
+    "find_alias",
+    "find_model",
+    "fine_tuned_name",
+    "merged_folder",
+]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -44,6 +53,16 @@ def fine_tuned_name(base: str, tenant: str, suffix: str | None, job: str) -> str
     return f"ft:{base}:{tenant}:{suffix or ''}:{job.rpartition('-')[2][:12]}"
 
 
+def alias_name(base: str, tenant: str, suffix: str) -> str:
+    """The name that answers with the newest model of a tenant, base model and suffix."""
+    return f"ft:{base}:{tenant}:{suffix}"
+
+
+def merged_folder(model: ModelRow) -> str:
+    """Where the weights of the base model with the adapter of ``model`` are kept among the artefacts."""
+    return f"merged/{model.tenant}/{model.job}"
+
+
 def checkpoint_name(model: str, step: int) -> str:
     """The name of a checkpoint of a model."""
     return f"{model}:ckpt-step-{step}"
@@ -61,3 +80,23 @@ def find_model(session: Session, tenant: str, name: str) -> ModelRow:
     if row is None:
         raise not_found("model", name, "model")
     return row
+
+
+def find_alias(session: Session, tenant: str, name: str) -> tuple[AliasRow, ModelRow] | None:
+    """An alias of a tenant, with its model; None where there is none, or its model was deleted."""
+    statement = _aliases(tenant).where(AliasRow.name == name)
+    found = session.execute(statement).first()
+    return None if found is None else (found[0], found[1])
+
+
+def aliases_of(session: Session, tenant: str) -> list[tuple[AliasRow, ModelRow]]:
+    """All aliases of a tenant whose models are there, with these, by name."""
+    return [(row[0], row[1]) for row in session.execute(_aliases(tenant).order_by(AliasRow.name))]
+
+
+def _aliases(tenant: str) -> Any:
+    return (
+        select(AliasRow, ModelRow)
+        .join(ModelRow, ModelRow.id == AliasRow.model)
+        .where(AliasRow.tenant == tenant, ModelRow.tenant == tenant, ModelRow.deleted_at.is_(None))
+    )

@@ -19,6 +19,8 @@ MIB = 2**20
 
 PASSED_THROUGH = "passed_through"
 
+_SERVER_URL = r"^https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?(/[A-Za-z0-9._~/-]*)?$"
+
 
 class VllmSettings(SpecModel):
     """A vLLM server that answers for the adapters; started with ``--enable-lora`` and
@@ -27,14 +29,17 @@ class VllmSettings(SpecModel):
     Attributes:
         url: Its address, such as ``http://127.0.0.1:8000``.
         api_key: Its bearer key; None sends none.
-        base_model: Name under which it serves the base model.
+        base_model: Name under which it serves the base model. Adapters are for that one of the service's models which
+            has this name or this id, or for the only one.
         probe_interval_s: Seconds between two looks at whether it still has the adapters.
+        timeout_s: Longest wait for an answer, or for the next piece of one that is streamed.
     """
 
-    url: str = Field(pattern=r"^https?://", description="address of the server")
-    api_key: str | None = Field(default=None, description="its bearer key")
+    url: str = Field(pattern=_SERVER_URL, description="address of the server")
+    api_key: str | None = Field(default=None, pattern=r"^[!-~]+$", description="its bearer key")
     base_model: str = Field(min_length=1, description="name of the base model there")
     probe_interval_s: float = Field(default=10.0, gt=0, le=3600, description="seconds between two probes")
+    timeout_s: float = Field(default=300.0, gt=0, le=3600, description="longest wait for an answer")
 
 
 class ServiceSettings(SpecModel):
@@ -56,6 +61,8 @@ class ServiceSettings(SpecModel):
         max_gpus, max_tasks, max_bytes, requests_per_s: Limits of tenants that have none of their own.
         keep_deleted_s: How long the folder of the run of a deleted or failed task is kept; None keeps it.
         vllm: A server that answers for the adapters; None where there is none.
+        hub_push: Whether tenants may upload their adapters to the Hugging Face hub, with the token of the service, to
+            any repository that this token can write.
         json_logs: Logs are lines of JSON.
     """
 
@@ -78,6 +85,7 @@ class ServiceSettings(SpecModel):
     max_bytes: int | None = Field(default=None, ge=1, description="bytes of a tenant's files")
     requests_per_s: float | None = Field(default=None, gt=0, description="requests of a tenant a second")
     vllm: VllmSettings | None = Field(default=None, description="a server that answers for the adapters")
+    hub_push: bool = Field(default=False, description="whether adapters may be uploaded to the hub")
     json_logs: bool = Field(default=False, description="logs are lines of JSON")
 
     @field_validator("trust_remote_code", mode="before")
@@ -104,6 +112,14 @@ class ServiceSettings(SpecModel):
     def artefact_url(self) -> str:
         """Where files and adapters are kept."""
         return self.artefacts or str(self.root / "artefacts")
+
+    def is_served(self, base_model: str) -> bool:
+        """Whether the vLLM server has the base model that requests call ``base_model``."""
+        if self.vllm is None:
+            return False
+        if self.vllm.base_model in (base_model, self.models.get(base_model)):
+            return True
+        return not self.hub_models and list(self.models) == [base_model]
 
     @property
     def is_loopback(self) -> bool:

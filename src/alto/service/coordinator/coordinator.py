@@ -29,6 +29,7 @@ from alto.service.coordinator.results import publish, write_result
 from alto.service.coordinator.run_folders import make_run, shown_error
 from alto.service.errors import ApiError
 from alto.service.ids import now
+from alto.service.serving import registering
 from alto.service.store.events import add_event
 from alto.service.store.jobs import lock_job
 from alto.service.store.tables import JobRow, Tenant
@@ -109,7 +110,11 @@ class Coordinator:
 
     def _lead(self) -> None:
         _LOG.info("this server leads")
-        with self._open_plane(self._leadership.epoch) as plane, ThreadPoolExecutor(2, "alto-checks") as pool:
+        with (
+            self._open_plane(self._leadership.epoch) as plane,
+            ThreadPoolExecutor(2, "alto-checks") as pool,
+            registering(self._service),
+        ):
             self.plane, self.failure = plane, None
             self._live, self._checks = {}, {}
             try:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import fsspec
+from fsspec.implementations.local import LocalFileSystem
 
 from alto.errors import ServiceError
 from alto.service.ids import new_id
@@ -75,6 +76,10 @@ class Artefacts:
             while chunk := file.read(_CHUNK_BYTES):
                 yield chunk
 
+    def local_folder(self, name: str) -> Path | None:
+        """Where the contents below ``name`` are on this machine's disks; None where they are in another store."""
+        return Path(self._path(name)) if isinstance(self._fs, LocalFileSystem) else None
+
     def names(self, folder: str) -> list[str]:
         """Names of the contents below ``folder``, relative to it."""
         root = self._path(folder)
@@ -92,6 +97,23 @@ class Artefacts:
             unfinished.replace(to)
         finally:
             unfinished.unlink(missing_ok=True)
+
+    def fetch_folder(self, name: str, to: Path) -> None:
+        """Copy the contents below ``name`` into a new folder, which is complete or not there.
+
+        Raises:
+            FileNotFoundError: There are none.
+        """
+        found = self.names(name)
+        if not found:
+            raise FileNotFoundError(f"nothing is kept under {name}")
+        unfinished = to.with_name(f".{to.name}.{new_id('new')}")
+        try:
+            for each in found:
+                self.fetch(f"{name}/{each}", unfinished / each)
+            unfinished.rename(to)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
 
     def delete(self, name: str) -> None:
         """Remove a content, or a folder of them; nothing where there is none."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from alto.service.store.tables import Checkpoint, FileRow, JobEvent, JobRow, ModelRow, PartRow, UploadRow
+from alto.service.store.tables import AliasRow, Checkpoint, FileRow, JobEvent, JobRow, ModelRow, PartRow, UploadRow
 
 __all__ = [
+    "alias_object",
     "base_model_object",
     "checkpoint_object",
     "event_object",
@@ -130,6 +131,11 @@ def checkpoint_object(row: Checkpoint) -> dict[str, Any]:
 def model_object(row: ModelRow) -> dict[str, Any]:
     """A fine-tuned model."""
     return {"id": row.id, "object": "model", "created": row.created_at, "owned_by": row.tenant}
+
+
+def alias_object(row: AliasRow) -> dict[str, Any]:
+    """A name that moves; ``root`` is the model that it stands for now."""
+    return {"id": row.name, "object": "model", "created": row.created_at, "owned_by": row.tenant, "root": row.model}
 
 
 def base_model_object(name: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 __all__ = [
+    "AliasRow",
     "Base",
     "Checkpoint",
     "FileRow",
@@ -218,14 +219,15 @@ class ModelRow(Base):
 
     Attributes:
         adapter: Folder of the adapter among the artefacts.
-        serving: State of its registration with a vLLM server: ``none``, ``pending``, ``ready`` or ``failed``.
-        serving_details: Why it failed.
+        serving: State of its registration with a vLLM server: ``none``, ``pending``, ``ready`` or ``failed``. A deleted
+            one is ``none`` once the server has it no longer.
+        serving_details: Why it failed, waits, or is not registered.
     """
 
     __tablename__ = "models"
 
     number: Mapped[int] = mapped_column(Number, primary_key=True, autoincrement=True)
-    id: Mapped[str] = mapped_column(String(256), unique=True)
+    id: Mapped[str] = mapped_column(String(512), unique=True)
     tenant: Mapped[str] = mapped_column(String(64), index=True)
     job: Mapped[str] = mapped_column(String(64))
     base_model: Mapped[str] = mapped_column(Text)
@@ -234,6 +236,25 @@ class ModelRow(Base):
     deleted_at: Mapped[int | None] = mapped_column(BigInteger)
     serving: Mapped[str] = mapped_column(String(16), default="none")
     serving_details: Mapped[str | None] = mapped_column(Text)
+
+
+class AliasRow(Base):
+    """A name that moves to the newest model of a tenant, base model and suffix that answers.
+
+    Attributes:
+        model: Id of that model.
+        moved_at: When it moved there.
+    """
+
+    __tablename__ = "aliases"
+
+    name: Mapped[str] = mapped_column(String(512), primary_key=True)
+    tenant: Mapped[str] = mapped_column(String(64), index=True)
+    base_model: Mapped[str] = mapped_column(Text)
+    suffix: Mapped[str] = mapped_column(String(64))
+    model: Mapped[str] = mapped_column(String(512), index=True)
+    created_at: Mapped[int] = mapped_column(BigInteger)
+    moved_at: Mapped[int] = mapped_column(BigInteger)
 
 
 class ReplayRow(Base):
