@@ -24,7 +24,7 @@ SLOW_KINDS = {
 """Kinds of tests that only ``--all`` runs, the argument of the marker ``slow``; CONTRIBUTING.md lists them."""
 
 _QUICK_EXAMPLES = 10
-_FULL_EXAMPLES = 40
+_FULL_EXAMPLES = 25
 
 
 def load_budget(*, is_full: bool) -> None:
