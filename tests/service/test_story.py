@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import openai
 import pytest
-from services import ROWS, Served, served, simulated_plane, wait_for
+from services import ROWS, Served, served, wait_for
 
+from benchmarks.service_lib.plane import simulated_plane
 from benchmarks.service_lib.simulated_cluster import SimulatedCluster
 
 

@@ -13,8 +13,9 @@ from pathlib import Path
 from unittest.mock import patch
 
 import httpx2
-from services import served, simulated_plane, wait_for
+from services import served, wait_for
 
+from benchmarks.service_lib.plane import simulated_plane
 from benchmarks.service_lib.simulated_cluster import SimulatedCluster
 
 __all__ = ["ServiceProcess"]

@@ -14,12 +14,8 @@ from typing import Any
 import openai
 import uvicorn
 
-from alto.cluster import Cluster
-from alto.engine.control_plane import ControlPlane, opened_control_plane
-from alto.engine.queue_setup import QueueSetup
 from alto.service.app import create_app
 from alto.service.context import Service
-from alto.service.control import control_folder
 from alto.service.coordinator import Coordinator
 from alto.service.coordinator.coordinator import OpenPlane
 from alto.service.coordinator.leadership import Leadership
@@ -27,7 +23,7 @@ from alto.service.serve import opened_service
 from alto.service.settings import ServiceSettings
 from alto.service.store.jobs import ENDED
 
-__all__ = ["ROWS", "Served", "served", "simulated_plane", "wait_for"]
+__all__ = ["ROWS", "Served", "served", "wait_for"]
 
 ROWS = "".join(
     json.dumps({"messages": [{"role": "user", "content": f"{n} + 1?"}, {"role": "assistant", "content": str(n + 1)}]})
@@ -107,28 +103,6 @@ def answering(service: Service, coordinator: Coordinator | None) -> Iterator[str
     finally:
         server.should_exit = True
         thread.join()
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Setup(QueueSetup):
-    """Runs on a given cluster."""
-
-    given: Cluster
-
-    @contextlib.contextmanager
-    def opened(self) -> Iterator[Cluster]:
-        with contextlib.closing(self.given):
-            yield self.given
-
-
-def simulated_plane(root: Path, new_cluster: Callable[[], Cluster]) -> OpenPlane:
-    """Opens a control plane on a new simulated cluster; ``root`` is the service's data folder."""
-
-    def opened(epoch: int) -> contextlib.AbstractContextManager[ControlPlane]:
-        setup = _Setup(strategy="single", cluster="simulated", total_gpus=None, quotas={}, given=new_cluster())
-        return opened_control_plane(setup, control_folder(root, epoch), method="lpt")
-
-    return opened
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
