@@ -5,7 +5,7 @@ from alto.export.comparison import comparison_table, write_comparison
 from alto.export.gantt import gantt_figure
 from alto.export.metrics import loss_unit
 from alto.export.notebook import result_html
-from alto.export.pages import page_environment, plotly_bundle, timestamp
+from alto.export.pages import page_environment, plotly_bundle
 from alto.export.plain import PlainView
 from alto.export.plan import plan_text, schedule_text
 from alto.export.preview import preview_text
