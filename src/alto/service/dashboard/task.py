@@ -92,7 +92,7 @@ def _context(service: Service, caller: Caller, task: str) -> dict[str, Any]:
                 FileRow.tenant == caller.tenant, FileRow.id.in_((row.training_file, row.validation_file or ""))
             )
         )
-        files = dict(names.tuples().all())
+        files = dict(names.all())
     line = line_of(service, row)
     history = line.history
     return {
@@ -104,7 +104,8 @@ def _context(service: Service, caller: Caller, task: str) -> dict[str, Any]:
         "files": files,
         "events": events,
         "has_more_events": has_more,
-        "subtitle": describe_task(history.started),
+        # Uploaded rows have their own names; a run knows them by that of its copy.
+        "subtitle": [part for part in describe_task(history.started) if part != "training.jsonl"],
         "notes": run_notes(history),
         "loss_unit": loss_unit(history.method),
         "time_saved_s": time_saved_s(history),

@@ -292,9 +292,11 @@
     byId("preview-hours").textContent = estimate
       ? estimate.device_hours.toPrecision(3) + " device hours" + (price >= 0 ? ", cost " + (estimate.device_hours * price).toFixed(2) : "")
       : "No such task was measured here yet.";
-    byId("preview-rows").textContent = Object.values(rows ? rows.counts : {}).reduce((sum, count) => sum + count, 0) || "–";
-    const lengths = rows && rows.row_tokens.length ? Math.min(...rows.row_tokens) + " to " + Math.max(...rows.row_tokens) + " tokens a row; " : "";
-    byId("preview-tokens").textContent = lengths + Object.entries(rows ? rows.counts : {}).map(([name, count]) => count + " " + name.replaceAll("_", " ")).join(", ");
+    const { train_rows: trained, validation_rows: validated, ...others } = rows ? rows.counts : {};
+    byId("preview-rows").textContent = trained === undefined ? "–" : trained;
+    const lengths = rows && rows.row_tokens.length ? [Math.min(...rows.row_tokens) + " to " + Math.max(...rows.row_tokens) + " tokens each"] : [];
+    const changed = Object.entries(others).filter(([name, count]) => count && !name.endsWith("_tokens")).map(([name, count]) => count + " " + name.replaceAll("_", " "));
+    byId("preview-tokens").textContent = ["to train, " + (validated || 0) + " to validate", ...lengths, ...changed].join("; ");
     byId("preview-notes").replaceChildren(...(rows ? rows.notes : []).map((note) => element("p", note, "note")));
     const columns = varying.length ? varying : ["learning_rate", "r", "per_device_train_batch_size", "num_train_epochs"];
     const head = document.createElement("thead"), body = document.createElement("tbody");
@@ -362,11 +364,12 @@
   }
 
   if (form) {
-    let key = crypto.randomUUID ? crypto.randomUUID() : String(Math.random());
+    const newKey = () => Array.from(crypto.getRandomValues(new Uint32Array(4)), (part) => part.toString(16)).join("");
+    let key = newKey();
     const showBeta = () => { byId("beta").closest(".field").hidden = form.elements.method.value !== "dpo"; };
     showBeta();
     form.addEventListener("input", ({ target }) => {
-      key = crypto.randomUUID ? crypto.randomUUID() : String(Math.random());
+      key = newKey();
       showBeta();
       if (target.dataset.upload) upload(target);
       else draftSoon();
