@@ -25,7 +25,7 @@ from alto.service.serve import opened_service
 from alto.service.settings import ServiceSettings
 from alto.service.store.jobs import ENDED
 
-__all__ = ["ROWS", "Served", "served", "simulated_plane", "wait_for"]
+__all__ = ["ROWS", "Served", "local_plane", "served", "simulated_plane", "wait_for"]
 
 ROWS = "".join(
     json.dumps({"messages": [{"role": "user", "content": f"{n} + 1?"}, {"role": "assistant", "content": str(n + 1)}]})
@@ -125,6 +125,17 @@ def simulated_plane(
     def opened() -> contextlib.AbstractContextManager[ControlPlane]:
         setup = _Setup(strategy="single", cluster="simulated", total_gpus=None, quotas={}, given=new_cluster())
         return opened_control_plane(replace(setup), root / "control", lambda entry: None)
+
+    return opened
+
+
+def local_plane(root: Path) -> Callable[[], contextlib.AbstractContextManager[ControlPlane]]:
+    """Opens a control plane with real executors on one slot of this machine; ``root`` is the service's data folder."""
+
+    def opened() -> contextlib.AbstractContextManager[ControlPlane]:
+        setup = QueueSetup(strategy="single", cluster="local", total_gpus=1, quotas={})
+        (root / "control").mkdir(exist_ok=True)
+        return opened_control_plane(setup, root / "control", lambda entry: None)
 
     return opened
 

@@ -38,7 +38,7 @@
   // ---- Parts that change -------------------------------------------------------------------------------------------
 
   const shown = {};
-  let version = "", timer = 0, isAsking = false, isAskedAgain = false, lastSaid = null;
+  let version = "", timer = 0, isAsking = false, isAskedAgain = false, lastSaid = document.body.dataset.said;
 
   // A table keeps the order that its reader chose.
   function sortingOf(part) {
@@ -100,7 +100,7 @@
         document.body.dataset.isLive = String(found.is_live);
         showFragments(found.fragments);
         showFigures(found);
-        if (lastSaid !== null && found.said !== lastSaid) byId("said").textContent = found.said;
+        if (lastSaid && found.said !== lastSaid) byId("said").textContent = found.said;
         lastSaid = found.said;
       }
       byId("connection").hidden = true;
