@@ -279,7 +279,16 @@ def test_pages_of_other_sites_can_neither_log_in_nor_out(setup: Setup) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    ["//example.com", "https://example.com", "/\\example.com", "javascript:alert(1)", "/a\nb", "", "\t//example.com"],
+    [
+        "//example.com",
+        "///example.com",
+        "https://example.com",
+        "/\\example.com",
+        "javascript:alert(1)",
+        "/a\nb",
+        "",
+        "\t//example.com",
+    ],
 )
 def test_a_login_leads_to_no_other_site(path: str) -> None:
     assert local_path(path) == "/"

@@ -12,7 +12,7 @@ from alto.export.preview import preview_text
 from alto.export.queue_report import write_queue_report
 from alto.export.queue_view import LiveQueueView, open_queue_view, queue_summary, task_list
 from alto.export.report import report_page, write_report
-from alto.export.run_figures import RunFigures, run_figures
+from alto.export.run_drawings import RunFigures, run_figures
 from alto.export.run_list import run_list
 from alto.export.tables import JobTable, job_table, run_notes
 from alto.export.terminal import LiveView, final_summary, open_view

@@ -11,7 +11,7 @@ from alto.export.adapter import LABELS_NAME
 from alto.export.importance import MIN_JOBS, importance_of_settings
 from alto.export.metrics import describe_metrics, loss_unit
 from alto.export.pages import render_page, timestamp, write_page
-from alto.export.run_figures import run_figures
+from alto.export.run_drawings import run_figures
 from alto.export.tables import job_table, run_notes
 from alto.export.winner import winner_commands, winner_yaml
 from alto.export.wording import (

@@ -19,10 +19,10 @@
       if (hint === null || !hint.classList.contains("hint")) {
         hint = document.createElement("p");
         hint.className = "hint";
-        const what = box.querySelector("table") ? "Some columns are" : "A part of the figure is";
-        hint.textContent = what + " hidden: scroll sideways →";
         box.before(hint);
       }
+      const what = box.querySelector("table") ? "Some columns are" : "A part of the figure is";
+      hint.textContent = what + " hidden: scroll sideways →";
       hint.hidden = !isCut;
     });
   }

@@ -50,6 +50,7 @@ def show_now(
     line = context["line"]
     data = {
         "figures": context["view"].figures.data,
+        "opens_logarithmic": context["view"].figures.opens_logarithmic,
         "is_live": line.row.status in OPEN,
         "said": f"Task {line.row.status.replace('_', ' ')}",
     }
@@ -105,7 +106,7 @@ def _context(service: Service, caller: Caller, task: str) -> dict[str, Any]:
         "events": events,
         "has_more_events": has_more,
         # Uploaded rows have their own names; a run knows them by that of its copy.
-        "subtitle": [part for part in describe_task(history.started) if part != "training.jsonl"],
+        "subtitle": [part for part in describe_task(history.started) if not part.endswith("training.jsonl")],
         "notes": run_notes(history),
         "loss_unit": loss_unit(history.method),
         "time_saved_s": time_saved_s(history),

@@ -71,7 +71,11 @@
     showAsked();
   }
 
-  function showFigures({ figures, gantt }) {
+  // The axis of progress opens as in a report, unless its reader has chosen one.
+  let mayChooseScale = true;
+  document.addEventListener("click", ({ target }) => { if (target.closest("[data-scale]")) mayChooseScale = false; });
+
+  function showFigures({ figures, gantt, opens_logarithmic: isLogarithmic }) {
     const has = (id) => {
       const figure = id === "gantt" ? gantt : (figures || {})[id];
       return Boolean(figure) && figure.view !== null;
@@ -79,6 +83,7 @@
     document.querySelectorAll("[data-has]").forEach((part) => { part.hidden = !has(part.dataset.has); });
     document.querySelectorAll("[data-lacks]").forEach((part) => { part.hidden = has(part.dataset.lacks); });
     if (figures && window.altoFigures) window.altoFigures.show(figures);
+    if (isLogarithmic && mayChooseScale) document.querySelector('[data-scale="log"]').click();
     if (gantt && window.altoGantt) window.altoGantt.show(gantt);
   }
 
@@ -200,8 +205,12 @@
     const { job } = cell.dataset;
     const dialog = byId("clone");
     try {
-      const found = (await ask("/api/tasks/" + task)).jobs.find(({ id }) => id === job);
-      byId("clone-settings").replaceChildren(...Object.entries(found.config).map(([key, value]) => labelled(key, textOf(value))));
+      const { jobs } = await ask("/api/tasks/" + task);
+      const { config } = jobs.find(({ id }) => id === job);
+      // What differs between jobs comes first.
+      const varies = (key) => new Set(jobs.map((other) => JSON.stringify(other.config[key]))).size > 1;
+      const keys = Object.keys(config).sort((a, b) => varies(b) - varies(a));
+      byId("clone-settings").replaceChildren(...keys.map((key) => labelled(key, textOf(config[key]))));
     } catch (error) {
       tell(error.message, true);
       return;
