@@ -1,4 +1,4 @@
-"""A service with simulated executors in a process of its own: ``python -m service_lib.server ROOT PORT GPUS SECONDS``."""
+"""A service with simulated executors, as a program: ``python -m service_lib.server ROOT PORT GPUS SECONDS``."""
 
 from __future__ import annotations
 

@@ -14,8 +14,11 @@ from typing import Any
 import openai
 import uvicorn
 
+from alto.engine.control_plane import ControlPlane, opened_control_plane
+from alto.engine.queue_setup import QueueSetup
 from alto.service.app import create_app
 from alto.service.context import Service
+from alto.service.control import control_folder
 from alto.service.coordinator import Coordinator
 from alto.service.coordinator.coordinator import OpenPlane
 from alto.service.coordinator.leadership import Leadership
@@ -23,7 +26,7 @@ from alto.service.serve import opened_service
 from alto.service.settings import ServiceSettings
 from alto.service.store.jobs import ENDED
 
-__all__ = ["ROWS", "Served", "served", "wait_for"]
+__all__ = ["ROWS", "Served", "local_plane", "served", "wait_for"]
 
 ROWS = "".join(
     json.dumps({"messages": [{"role": "user", "content": f"{n} + 1?"}, {"role": "assistant", "content": str(n + 1)}]})
@@ -103,6 +106,16 @@ def answering(service: Service, coordinator: Coordinator | None) -> Iterator[str
     finally:
         server.should_exit = True
         thread.join()
+
+
+def local_plane(root: Path) -> OpenPlane:
+    """Opens a control plane with real executors on one slot of this machine; ``root`` is the service's data folder."""
+
+    def opened(epoch: int) -> contextlib.AbstractContextManager[ControlPlane]:
+        setup = QueueSetup(strategy="single", cluster="local", total_gpus=1, quotas={})
+        return opened_control_plane(setup, control_folder(root, epoch))
+
+    return opened
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:

@@ -10,6 +10,7 @@ from alto.service.api.model_exports import ModelExports
 from alto.service.api.streams import Followers
 from alto.service.context import Service
 from alto.service.coordinator import Coordinator
+from alto.service.dashboard import router as dashboard
 from alto.service.openai import files, jobs, models, unsupported, uploads
 from alto.service.serving import chat
 from alto.service.web.answers import RequestIds, add_error_answers
@@ -33,6 +34,7 @@ def create_app(service: Service, coordinator: Coordinator | None = None) -> Fast
         app.include_router(part.router, prefix="/api")
     for part in (files, uploads, jobs, models, chat, unsupported):
         app.include_router(part.router, prefix="/v1")
+    app.include_router(dashboard)
     settings = service.settings
     app.add_middleware(
         BodyLimits,

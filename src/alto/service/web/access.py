@@ -13,7 +13,7 @@ from alto.service.access import Caller, caller_of, has_keys
 from alto.service.context import service_of
 from alto.service.errors import ApiError
 
-__all__ = ["COOKIE", "Reader", "Talker", "Writer", "caller"]
+__all__ = ["COOKIE", "Reader", "Talker", "Writer", "caller", "check_origin"]
 
 COOKIE = "alto_key"
 """Holds the key of a browser, which the dashboard sets."""
@@ -37,7 +37,7 @@ def caller(request: Request) -> Caller:
                 raise _unauthorised(secret)
             _check_local(request)
             found = service.open_caller
-    _check_origin(request)
+    check_origin(request)
     limit = found.requests_per_s
     service.rates.take(found.tenant, service.settings.requests_per_s if limit is None else limit)
     request.state.tenant = found.tenant
@@ -95,7 +95,7 @@ def _check_local(request: Request) -> None:
         )
 
 
-def _check_origin(request: Request) -> None:
+def check_origin(request: Request) -> None:
     """A page of another site cannot act for the user of this browser."""
     origin = request.headers.get("origin")
     if origin is None or request.method in _SAFE:

@@ -1,0 +1,125 @@
+"""``/tasks/{id}``: a task, its jobs and its curves."""
+
+from __future__ import annotations
+
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from typing import Annotated, Any, BinaryIO
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import HTMLResponse, StreamingResponse
+from sqlalchemy import select
+from starlette.responses import Response
+
+from alto.export import describe_task, loss_unit, run_notes
+from alto.runs.progress import time_saved_s
+from alto.service.access import Caller
+from alto.service.context import Service, ServiceOf
+from alto.service.dashboard.rendering import PageRoute, live_answer, page
+from alto.service.dashboard.run_view import line_of, run_view
+from alto.service.errors import not_found
+from alto.service.models import find_model
+from alto.service.store.jobs import OPEN, find_job
+from alto.service.store.paging import page_of
+from alto.service.store.tables import FileRow, JobEvent
+from alto.service.web.access import Reader
+
+__all__ = ["router"]
+
+_FRAGMENTS = ("heading", "numbers", "metrics", "curve_notes", "jobs", "samples", "events")
+_MOST_EVENTS = 200
+_CHUNK_BYTES = 2**20
+
+router = APIRouter()
+_pages = APIRouter(route_class=PageRoute)
+
+
+@_pages.get("/tasks/{task}")
+def show(request: Request, service: ServiceOf, caller: Reader, task: str) -> HTMLResponse:
+    """The page of a task."""
+    return page(request, "task.html.jinja", caller, **_context(service, caller, task))
+
+
+@router.get("/dashboard/tasks/{task}")
+def show_now(
+    service: ServiceOf, caller: Reader, task: str, seen: Annotated[str, Query(max_length=64)] = ""
+) -> Response:
+    """The same, for the open page; with its figures."""
+    context = _context(service, caller, task)
+    line = context["line"]
+    data = {
+        "figures": context["view"].figures.data,
+        "opens_logarithmic": context["view"].figures.opens_logarithmic,
+        "is_live": line.row.status in OPEN,
+        "said": f"Task {line.row.status.replace('_', ' ')}",
+    }
+    return live_answer(seen, _FRAGMENTS, data=data, caller=caller, **context)
+
+
+@router.get("/dashboard/tasks/{task}/adapter.zip")
+def adapter(service: ServiceOf, caller: Reader, task: str) -> StreamingResponse:
+    """The adapter that a task has returned, in PEFT's format."""
+    with service.store.reading() as session:
+        row = find_job(session, caller.tenant, task)
+        if row.fine_tuned_model is None:
+            raise not_found("adapter of the task", task, "task")
+        folder = find_model(session, caller.tenant, row.fine_tuned_model).adapter
+    packed = tempfile.TemporaryFile()  # noqa: SIM115 - closed once it is sent
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_STORED) as archive:
+        for name in service.artefacts.names(folder):
+            with archive.open(name, "w", force_zip64=True) as file:
+                for chunk in service.artefacts.chunks(f"{folder}/{name}"):
+                    file.write(chunk)
+    return StreamingResponse(
+        _chunks(packed),
+        media_type="application/zip",
+        headers={"Content-Disposition": f'attachment; filename="{row.id}-adapter.zip"'},
+    )
+
+
+def _context(service: Service, caller: Caller, task: str) -> dict[str, Any]:
+    with service.store.reading() as session:
+        row = find_job(session, caller.tenant, task)
+        events, has_more = page_of(
+            session,
+            select(JobEvent).where(JobEvent.job == row.id),
+            JobEvent.number,
+            after=None,
+            limit=_MOST_EVENTS,
+        )
+        names = session.execute(
+            select(FileRow.id, FileRow.filename).where(
+                FileRow.tenant == caller.tenant, FileRow.id.in_((row.training_file, row.validation_file or ""))
+            )
+        )
+        files = dict(names.all())
+    line = line_of(service, row)
+    history = line.history
+    return {
+        "line": line,
+        "row": row,
+        "history": history,
+        "view": run_view(history),
+        "hours": line.hours,
+        "files": files,
+        "events": events,
+        "has_more_events": has_more,
+        # Uploaded rows have their own names; a run knows them by that of its copy.
+        "subtitle": [part for part in describe_task(history.started) if not part.endswith("training.jsonl")],
+        "notes": run_notes(history),
+        "loss_unit": loss_unit(history.method),
+        "time_saved_s": time_saved_s(history),
+        "can_write": "write" in caller.scopes,
+        "takes_commands": row.status in OPEN and row.run_dir is not None and row.status != "validating_files",
+    }
+
+
+def _chunks(file: BinaryIO) -> Iterator[bytes]:
+    with file:
+        file.seek(0)
+        while chunk := file.read(_CHUNK_BYTES):
+            yield chunk
+
+
+router.include_router(_pages)
