@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 from sqlalchemy import select
@@ -12,7 +13,10 @@ from alto.service.errors import ApiError, not_found
 from alto.service.settings import ServiceSettings
 from alto.service.store.tables import ModelRow
 
-__all__ = ["base_model_of", "checkpoint_name", "find_model", "fine_tuned_name"]
+__all__ = ["MOST_MODEL_CHARS", "base_model_of", "checkpoint_name", "find_model", "fine_tuned_name"]
+
+MOST_MODEL_CHARS = 96
+"""Of a base model's name, as on the Hugging Face hub; with it the name of a fine-tuned model fits its column."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -24,7 +28,8 @@ def base_model_of(settings: ServiceSettings, name: str) -> dict[str, Any]:
         ApiError: The service offers none of that name.
     """
     model = settings.models.get(name)
-    if model is None and settings.hub_models and _HUB_ID.fullmatch(name):
+    # A folder of that name below the working directory would be read in place of the hub's model.
+    if model is None and settings.hub_models and _HUB_ID.fullmatch(name) and not Path(name).exists():
         model = name
     if model is None:
         raise ApiError(

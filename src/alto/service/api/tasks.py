@@ -25,12 +25,13 @@ from alto.service.store.jobs import OPEN, find_job, lock_job
 from alto.service.store.paging import page_of
 from alto.service.store.tables import JobRow
 from alto.service.web.access import Reader, Writer
+from alto.service.web.bodies import BodyRoute
 
 __all__ = ["history_of", "router", "task_object"]
 
 _ANSWER_S = 20.0
 
-router = APIRouter(prefix="/tasks")
+router = APIRouter(prefix="/tasks", route_class=BodyRoute)
 
 
 class Clone(BaseModel):

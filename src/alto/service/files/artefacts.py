@@ -12,9 +12,16 @@ import fsspec
 from alto.errors import ServiceError
 from alto.service.ids import new_id
 
-__all__ = ["Artefacts"]
+__all__ = ["Artefacts", "chunks_of"]
 
 _CHUNK_BYTES = 2**20
+
+
+def chunks_of(file: BinaryIO) -> Iterator[bytes]:
+    """What a file holds, in pieces; it is closed at the end."""
+    with file:
+        while chunk := file.read(_CHUNK_BYTES):
+            yield chunk
 
 
 class Artefacts:
@@ -68,12 +75,6 @@ class Artefacts:
         """
         file: BinaryIO = self._fs.open(self._path(name), "rb")
         return file
-
-    def chunks(self, name: str) -> Iterator[bytes]:
-        """What is kept under ``name``, in pieces."""
-        with self.open(name) as file:
-            while chunk := file.read(_CHUNK_BYTES):
-                yield chunk
 
     def names(self, folder: str) -> list[str]:
         """Names of the contents below ``folder``, relative to it."""

@@ -6,10 +6,11 @@ from fastapi import APIRouter
 
 from alto.service.errors import refused
 from alto.service.web.access import Reader
+from alto.service.web.bodies import BodyRoute
 
 __all__ = ["router"]
 
-router = APIRouter(prefix="/fine_tuning")
+router = APIRouter(prefix="/fine_tuning", route_class=BodyRoute)
 
 
 @router.api_route("/checkpoints/{checkpoint:path}/permissions", methods=["GET", "POST"])

@@ -23,6 +23,8 @@ __all__ = ["RequestIds", "add_error_answers"]
 
 _LOG = logging.getLogger("alto.service.requests")
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+_MOST_WHERE_CHARS = 200
 _SECURITY = (
     (b"x-content-type-options", b"nosniff"),
     (b"x-frame-options", b"DENY"),
@@ -55,7 +57,7 @@ class RequestIds:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message = {**message, "headers": [*message["headers"], (b"x-request-id", name.encode()), *_SECURITY]}
+                message = {**message, "headers": [*message["headers"], *_headers_of(name)]}
             await send(message)
 
         try:
@@ -63,7 +65,9 @@ class RequestIds:
         finally:
             route = getattr(scope.get("route"), "path", "unknown")
             duration_s = time.monotonic() - began
-            self._counts.add(scope["method"] if route != "unknown" else "any", route, status, duration_s)
+            # A method may be any word: one that no route has is not counted by its name.
+            is_known = route != "unknown" and scope["method"] in _METHODS
+            self._counts.add(scope["method"] if is_known else "any", route, status, duration_s)
             _LOG.info(
                 "request",
                 extra={
@@ -100,6 +104,7 @@ def _on_invalid(_: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"] if part not in ("body", "query", "path", "header"))
+    where = where[:_MOST_WHERE_CHARS]
     return _answer(ApiError(400, f"{where or 'body'}: {first['msg']}", param=where or None, code="invalid_value"))
 
 
@@ -129,7 +134,14 @@ def _on_database_error(request: Request, error: Exception) -> Response:
 def _on_error(request: Request, error: Exception) -> Response:
     _LOG.error("a request failed", extra={"request_id": _id_of(request)}, exc_info=error)
     message = f"the service failed at request {_id_of(request)}; its log has the cause"
-    return _answer(ApiError(500, message, code="internal_error"))
+    # Its answer is sent from outside of `RequestIds`.
+    headers = {key.decode(): value.decode() for key, value in _headers_of(_id_of(request))}
+    return _answer(ApiError(500, message, code="internal_error", headers=headers))
+
+
+def _headers_of(name: str) -> list[tuple[bytes, bytes]]:
+    """Headers of the answer to the request ``name``."""
+    return [(b"x-request-id", name.encode()), *_SECURITY]
 
 
 def _id_of(request: Request) -> str:
