@@ -36,8 +36,9 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 @pytest.fixture(scope="module")
-def client(service: Served) -> openai.OpenAI:
-    return service.client()
+def client(service: Served) -> Iterator[openai.OpenAI]:
+    with service.client() as found:
+        yield found
 
 
 @pytest.fixture(scope="module")

@@ -39,7 +39,7 @@ def metrics(request: Request, service: ServiceOf) -> PlainTextResponse:
     """Numbers for Prometheus, without labels of tenants or tasks."""
     with service.store.reading() as session:
         found = session.execute(select(JobRow.status, func.count()).group_by(JobRow.status))
-        states: dict[str, int] = dict(found.tuples())
+        states: dict[str, int] = {row[0]: row[1] for row in found}
         files = select(func.count(), func.coalesce(func.sum(FileRow.num_bytes), 0)).where(FileRow.deleted_at.is_(None))
         num_files, num_bytes = session.execute(files).one()
     coordinator = request.app.state.coordinator

@@ -30,6 +30,11 @@ from alto.service.web.bodies import BodyRoute
 __all__ = ["history_of", "router", "task_object"]
 
 _ANSWER_S = 20.0
+_REPORT_POLICY = (
+    "sandbox allow-scripts allow-popups; default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "img-src data:; font-src data:"
+)
+"""Texts of users are in it: even a script among them could neither act for the user nor send anything."""
 
 router = APIRouter(prefix="/tasks", route_class=BodyRoute)
 
@@ -109,7 +114,8 @@ def report(service: ServiceOf, caller: Reader, task: str) -> HTMLResponse:
             param="task",
             code="not_started",
         )
-    return HTMLResponse(report_page(service.run_of(row), history, shown_as=Path(row.id)))
+    page = report_page(service.run_of(row), history, shown_as=Path(row.id))
+    return HTMLResponse(page, headers={"Content-Security-Policy": _REPORT_POLICY})
 
 
 @router.post("/{task}/jobs/{job}/clone")
