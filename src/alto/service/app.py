@@ -9,7 +9,7 @@ from alto.service.api.streams import Followers
 from alto.service.context import Service
 from alto.service.coordinator import Coordinator
 from alto.service.openai import files, jobs, models, unsupported, uploads
-from alto.service.web.answers import RequestIds, add_error_answers
+from alto.service.web.answers import ERROR_ANSWERS, RequestIds, add_error_answers
 from alto.service.web.counts import RequestCounts
 from alto.service.web.limits import BodyLimits
 from alto.version import __version__
@@ -26,9 +26,9 @@ def create_app(service: Service, coordinator: Coordinator | None = None) -> Fast
     app.include_router(health.router)
     app.state.followers = Followers(service.store)
     for part in (tasks, streams, cluster, drafts):
-        app.include_router(part.router, prefix="/api")
+        app.include_router(part.router, prefix="/api", responses=dict(ERROR_ANSWERS))
     for part in (files, uploads, jobs, models, unsupported):
-        app.include_router(part.router, prefix="/v1")
+        app.include_router(part.router, prefix="/v1", responses=dict(ERROR_ANSWERS))
     settings = service.settings
     app.add_middleware(
         BodyLimits,

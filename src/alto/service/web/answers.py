@@ -6,10 +6,13 @@ import logging
 import re
 import secrets
 import time
+from collections.abc import Mapping
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel
 from sqlalchemy.exc import OperationalError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -19,7 +22,7 @@ from alto.errors import AltoError
 from alto.service.errors import ApiError
 from alto.service.web.counts import RequestCounts
 
-__all__ = ["RequestIds", "add_error_answers"]
+__all__ = ["ERROR_ANSWERS", "ErrorAnswer", "RequestIds", "add_error_answers"]
 
 _LOG = logging.getLogger("alto.service.requests")
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -30,6 +33,34 @@ _SECURITY = (
     (b"x-frame-options", b"DENY"),
     (b"referrer-policy", b"same-origin"),
 )
+
+
+class _Error(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(BaseModel):
+    """How every error is answered."""
+
+    error: _Error
+
+
+ERROR_ANSWERS: Mapping[int | str, dict[str, Any]] = {
+    status: {"model": ErrorAnswer, "description": description}
+    for status, description in (
+        (400, "The request cannot be carried out as it is."),
+        (401, "There is no key that counts."),
+        (403, "The key does not have the scope, or the page is of another site."),
+        (404, "There is no such object of the tenant."),
+        (413, "The body is too long."),
+        (429, "There are too many requests, tasks or bytes; Retry-After has seconds."),
+        ("default", "The service failed, or is not ready."),
+    )
+}
+"""What the document of the API says of each operation."""
 
 
 class RequestIds:
