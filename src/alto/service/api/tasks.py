@@ -101,7 +101,7 @@ def curves(service: ServiceOf, caller: Reader, task: str) -> dict[str, Any]:
     return {"metric": history.metric, "jobs": {job.job: _curve(job) for job in history.jobs.values()}}
 
 
-@router.get("/{task}/report", response_class=HTMLResponse)
+@router.get("/{task}/report", response_model=None, responses={200: {"content": {"text/html": {}}}})
 def report(service: ServiceOf, caller: Reader, task: str) -> HTMLResponse:
     """The report of the task so far."""
     with service.store.reading() as session:
