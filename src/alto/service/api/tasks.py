@@ -219,8 +219,16 @@ def _command(service: Service, tenant: str, task: str, job: str, action: Action,
         raise refused(
             f"task: expected one that runs, waits or is paused, found {row.id} {row.status}", "task", "invalid_state"
         )
-    if job not in history_of(service, row).jobs:
+    jobs = history_of(service, row).jobs
+    if job not in jobs:
         raise not_found("job of the task", job, "job")
+    if action is Action.CLONE and len(jobs) >= service.settings.max_jobs:
+        raise refused(
+            f"job: expected a task of fewer than {service.settings.max_jobs} jobs, found one of {len(jobs)}; send "
+            "another task",
+            "job",
+            "too_many_configurations",
+        )
     mailbox = Mailbox(RunDir(service.run_of(row)))
     command = mailbox.send(action, job, changes=body.changes, warm=body.warm)
     answer = mailbox.wait_for_answer(command, _ANSWER_S if row.status == "running" else 0.0)
