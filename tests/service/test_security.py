@@ -497,6 +497,7 @@ def test_a_failure_is_named_and_says_nothing_else(site: Site, monkeypatch: pytes
     answer = site.send("GET", f"/v1/fine_tuning/jobs/{site.ids['a']['job_id']}")
     error = refused(answer, 500)
     assert answer.headers["x-request-id"] in error["message"]
+    assert answer.headers["connection"] == "close"
     assert answer.headers["x-content-type-options"] == "nosniff"
     assert "NoneType" not in answer.text
 

@@ -167,6 +167,7 @@ def _on_error(request: Request, error: Exception) -> Response:
     message = f"the service failed at request {_id_of(request)}; its log has the cause"
     # Its answer is sent from outside of `RequestIds`.
     headers = {key.decode(): value.decode() for key, value in _headers_of(_id_of(request))}
+    headers["connection"] = "close"  # as the server does after an exception
     return _answer(ApiError(500, message, code="internal_error", headers=headers))
 
 
