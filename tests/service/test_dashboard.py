@@ -6,6 +6,7 @@ import gzip
 import http.client
 import io
 import json
+import re
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -132,7 +133,9 @@ def test_a_task_has_its_numbers_jobs_and_outputs(setup: Setup) -> None:
         assert shown in text
     assert "The job has successfully completed" in text
     assert f'href="/api/tasks/{setup.task}/report"' in page
-    with zipfile.ZipFile(io.BytesIO(setup.browser.get(f"/dashboard/tasks/{setup.task}/adapter.zip").body)) as archive:
+    found = re.search(r'href="(/api/models/[^"]+/adapter)"', page)
+    assert found is not None
+    with zipfile.ZipFile(io.BytesIO(setup.browser.get(found[1]).body)) as archive:
         assert {"adapter_config.json", "adapter_model.safetensors"} <= set(archive.namelist())
         assert json.loads(archive.read("adapter_config.json"))["r"] == 4
     listed = Page(setup.browser.get("/").text).text
@@ -229,7 +232,7 @@ def test_a_damaged_journal_is_told_and_hides_no_other_task(setup: Setup) -> None
 
 def test_other_tenants_see_nothing(setup: Setup) -> None:
     rival = Browser(service=setup.service, key=setup.rival)
-    for path in ("/tasks/{}", "/dashboard/tasks/{}", "/dashboard/tasks/{}/adapter.zip"):
+    for path in ("/tasks/{}", "/dashboard/tasks/{}"):
         answer = rival.get(path.format(setup.task))
         missing = rival.get(path.format("ftjob-none"))
         assert answer.status == missing.status == 404

@@ -13,7 +13,7 @@ from alto.service.coordinator import Coordinator
 from alto.service.dashboard import router as dashboard
 from alto.service.openai import files, jobs, models, unsupported, uploads
 from alto.service.serving import chat
-from alto.service.web.answers import RequestIds, add_error_answers
+from alto.service.web.answers import ERROR_ANSWERS, RequestIds, add_error_answers
 from alto.service.web.counts import RequestCounts
 from alto.service.web.limits import BodyLimits
 from alto.version import __version__
@@ -31,9 +31,9 @@ def create_app(service: Service, coordinator: Coordinator | None = None) -> Fast
     app.include_router(health.router)
     app.state.followers = Followers(service.store)
     for part in (tasks, streams, cluster, drafts, own_models):
-        app.include_router(part.router, prefix="/api")
+        app.include_router(part.router, prefix="/api", responses=dict(ERROR_ANSWERS))
     for part in (files, uploads, jobs, models, chat, unsupported):
-        app.include_router(part.router, prefix="/v1")
+        app.include_router(part.router, prefix="/v1", responses=dict(ERROR_ANSWERS))
     app.include_router(dashboard)
     settings = service.settings
     app.add_middleware(

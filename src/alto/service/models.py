@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 from sqlalchemy import select
@@ -13,6 +14,7 @@ from alto.service.settings import ServiceSettings
 from alto.service.store.tables import AliasRow, ModelRow
 
 __all__ = [
+    "MOST_MODEL_CHARS",
     "alias_name",
     "aliases_of",
     "base_model_of",
@@ -22,6 +24,9 @@ __all__ = [
     "fine_tuned_name",
     "merged_folder",
 ]
+
+MOST_MODEL_CHARS = 96
+"""Of a base model's name, as on the Hugging Face hub; with it the name of a fine-tuned model fits its column."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -33,7 +38,8 @@ def base_model_of(settings: ServiceSettings, name: str) -> dict[str, Any]:
         ApiError: The service offers none of that name.
     """
     model = settings.models.get(name)
-    if model is None and settings.hub_models and _HUB_ID.fullmatch(name):
+    # A folder of that name below the working directory would be read in place of the hub's model.
+    if model is None and settings.hub_models and _HUB_ID.fullmatch(name) and not Path(name).exists():
         model = name
     if model is None:
         raise ApiError(

@@ -69,7 +69,7 @@ def get(service: ServiceOf, caller: Reader) -> dict[str, Any]:
         counts = session.execute(
             select(JobRow.status, func.count()).where(JobRow.status.in_(OPEN)).group_by(JobRow.status)
         )
-        waiting = dict(counts)
+        waiting = {row[0]: row[1] for row in counts}
     history = view.history
     return {
         "devices": "gpus" if history.has_gpus else "cpu slots",

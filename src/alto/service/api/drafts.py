@@ -18,6 +18,7 @@ from alto.service.openai.files import artefact_of, find_file
 from alto.service.openai.jobs import JobRequest, check_usable, draft_of
 from alto.service.openai.translation import build
 from alto.service.web.access import Reader
+from alto.service.web.bodies import BodyRoute
 from alto.spec import Task
 
 __all__ = ["router"]
@@ -25,7 +26,7 @@ __all__ = ["router"]
 _MOST_BYTES = 32 * 2**20
 """Of a file whose rows are shown before a task is sent."""
 
-router = APIRouter(prefix="/drafts")
+router = APIRouter(prefix="/drafts", route_class=BodyRoute)
 
 
 @router.post("")

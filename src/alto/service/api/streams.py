@@ -27,6 +27,7 @@ __all__ = ["Followers", "router"]
 POLL_S = 0.5
 HEARTBEAT_S = 15.0
 _AT_ONCE = 200
+_MOST_EVENTS = 2**31 - 1
 
 router = APIRouter(prefix="/tasks")
 
@@ -47,8 +48,12 @@ class Followers:
         self._news: dict[str, asyncio.Event] = {}
         self._poller: asyncio.Task[None] | None = None
 
-    async def follow(self, job: str, since: int) -> AsyncIterator[str]:
-        """Events of ``job`` from number ``since`` on, as the text of server-sent events; ends with the job."""
+    def check_room(self) -> None:
+        """Check that one more can follow.
+
+        Raises:
+            ApiError: There are as many as this process has room for.
+        """
         if self._following.total() >= self._most:
             raise ApiError(
                 503,
@@ -56,6 +61,9 @@ class Followers:
                 code="too_many_followers",
                 headers={"Retry-After": "10"},
             )
+
+    async def follow(self, job: str, since: int) -> AsyncIterator[str]:
+        """Events of ``job`` from number ``since`` on, as the text of server-sent events; ends with the job."""
         self._following[job] += 1
         if self._poller is None or self._poller.done():
             self._poller = asyncio.create_task(self._poll())
@@ -115,12 +123,14 @@ async def events(
     caller: Reader,
     task: str,
     last_event_id: Annotated[str | None, Header(max_length=20)] = None,
-    since: Annotated[int, Query(ge=1)] = 1,
+    since: Annotated[int, Query(ge=1, le=_MOST_EVENTS)] = 1,
 ) -> StreamingResponse:
     """Events of a task as they come: ``Last-Event-ID``, or ``since``, says where to begin."""
     await run_in_threadpool(_check, service, caller.tenant, task)
-    begin = int(last_event_id) + 1 if last_event_id is not None and last_event_id.isdecimal() else since
+    is_number = last_event_id is not None and last_event_id.isdecimal()
+    begin = min(int(last_event_id or 0), _MOST_EVENTS) + 1 if is_number else since
     followers: Followers = request.app.state.followers
+    followers.check_room()
     return StreamingResponse(
         followers.follow(task, begin),
         media_type="text/event-stream",

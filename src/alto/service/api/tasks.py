@@ -25,12 +25,18 @@ from alto.service.store.jobs import OPEN, find_job, lock_job
 from alto.service.store.paging import page_of
 from alto.service.store.tables import JobRow
 from alto.service.web.access import Reader, Writer
+from alto.service.web.bodies import BodyRoute
 
 __all__ = ["history_of", "router", "task_object"]
 
 _ANSWER_S = 20.0
+_REPORT_POLICY = (
+    "sandbox allow-scripts allow-popups; default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "img-src data:; font-src data:"
+)
+"""Texts of users are in it: even a script among them could neither act for the user nor send anything."""
 
-router = APIRouter(prefix="/tasks")
+router = APIRouter(prefix="/tasks", route_class=BodyRoute)
 
 
 class Clone(BaseModel):
@@ -95,7 +101,7 @@ def curves(service: ServiceOf, caller: Reader, task: str) -> dict[str, Any]:
     return {"metric": history.metric, "jobs": {job.job: _curve(job) for job in history.jobs.values()}}
 
 
-@router.get("/{task}/report", response_class=HTMLResponse)
+@router.get("/{task}/report", response_model=None, responses={200: {"content": {"text/html": {}}}})
 def report(service: ServiceOf, caller: Reader, task: str) -> HTMLResponse:
     """The report of the task so far."""
     with service.store.reading() as session:
@@ -108,7 +114,8 @@ def report(service: ServiceOf, caller: Reader, task: str) -> HTMLResponse:
             param="task",
             code="not_started",
         )
-    return HTMLResponse(report_page(service.run_of(row), history, shown_as=Path(row.id)))
+    page = report_page(service.run_of(row), history, shown_as=Path(row.id))
+    return HTMLResponse(page, headers={"Content-Security-Policy": _REPORT_POLICY})
 
 
 @router.post("/{task}/jobs/{job}/clone")
@@ -212,8 +219,16 @@ def _command(service: Service, tenant: str, task: str, job: str, action: Action,
         raise refused(
             f"task: expected one that runs, waits or is paused, found {row.id} {row.status}", "task", "invalid_state"
         )
-    if job not in history_of(service, row).jobs:
+    jobs = history_of(service, row).jobs
+    if job not in jobs:
         raise not_found("job of the task", job, "job")
+    if action is Action.CLONE and len(jobs) >= service.settings.max_jobs:
+        raise refused(
+            f"job: expected a task of fewer than {service.settings.max_jobs} jobs, found one of {len(jobs)}; send "
+            "another task",
+            "job",
+            "too_many_configurations",
+        )
     mailbox = Mailbox(RunDir(service.run_of(row)))
     command = mailbox.send(action, job, changes=body.changes, warm=body.warm)
     answer = mailbox.wait_for_answer(command, _ANSWER_S if row.status == "running" else 0.0)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import tempfile
-import zipfile
-from collections.abc import Iterator
-from typing import Annotated, Any, BinaryIO
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
-from fastapi.responses import HTMLResponse, StreamingResponse
+from fastapi.responses import HTMLResponse
 from sqlalchemy import select
 from starlette.responses import Response
 
@@ -18,8 +15,6 @@ from alto.service.access import Caller
 from alto.service.context import Service, ServiceOf
 from alto.service.dashboard.rendering import PageRoute, live_answer, page
 from alto.service.dashboard.run_view import line_of, run_view
-from alto.service.errors import not_found
-from alto.service.models import find_model
 from alto.service.store.jobs import OPEN, find_job
 from alto.service.store.paging import page_of
 from alto.service.store.tables import FileRow, JobEvent
@@ -29,7 +24,6 @@ __all__ = ["router"]
 
 _FRAGMENTS = ("heading", "numbers", "metrics", "curve_notes", "jobs", "samples", "events")
 _MOST_EVENTS = 200
-_CHUNK_BYTES = 2**20
 
 router = APIRouter()
 _pages = APIRouter(route_class=PageRoute)
@@ -55,27 +49,6 @@ def show_now(
         "said": f"Task {line.row.status.replace('_', ' ')}",
     }
     return live_answer(seen, _FRAGMENTS, data=data, caller=caller, **context)
-
-
-@router.get("/dashboard/tasks/{task}/adapter.zip")
-def adapter(service: ServiceOf, caller: Reader, task: str) -> StreamingResponse:
-    """The adapter that a task has returned, in PEFT's format."""
-    with service.store.reading() as session:
-        row = find_job(session, caller.tenant, task)
-        if row.fine_tuned_model is None:
-            raise not_found("adapter of the task", task, "task")
-        folder = find_model(session, caller.tenant, row.fine_tuned_model).adapter
-    packed = tempfile.TemporaryFile()  # noqa: SIM115 - closed once it is sent
-    with zipfile.ZipFile(packed, "w", zipfile.ZIP_STORED) as archive:
-        for name in service.artefacts.names(folder):
-            with archive.open(name, "w", force_zip64=True) as file:
-                for chunk in service.artefacts.chunks(f"{folder}/{name}"):
-                    file.write(chunk)
-    return StreamingResponse(
-        _chunks(packed),
-        media_type="application/zip",
-        headers={"Content-Disposition": f'attachment; filename="{row.id}-adapter.zip"'},
-    )
 
 
 def _context(service: Service, caller: Caller, task: str) -> dict[str, Any]:
@@ -113,13 +86,6 @@ def _context(service: Service, caller: Caller, task: str) -> dict[str, Any]:
         "can_write": "write" in caller.scopes,
         "takes_commands": row.status in OPEN and row.run_dir is not None and row.status != "validating_files",
     }
-
-
-def _chunks(file: BinaryIO) -> Iterator[bytes]:
-    with file:
-        file.seek(0)
-        while chunk := file.read(_CHUNK_BYTES):
-            yield chunk
 
 
 router.include_router(_pages)

@@ -13,9 +13,16 @@ from fsspec.implementations.local import LocalFileSystem
 from alto.errors import ServiceError
 from alto.service.ids import new_id
 
-__all__ = ["Artefacts"]
+__all__ = ["Artefacts", "chunks_of"]
 
 _CHUNK_BYTES = 2**20
+
+
+def chunks_of(file: BinaryIO) -> Iterator[bytes]:
+    """What a file holds, in pieces; it is closed at the end."""
+    with file:
+        while chunk := file.read(_CHUNK_BYTES):
+            yield chunk
 
 
 class Artefacts:
@@ -69,12 +76,6 @@ class Artefacts:
         """
         file: BinaryIO = self._fs.open(self._path(name), "rb")
         return file
-
-    def chunks(self, name: str) -> Iterator[bytes]:
-        """What is kept under ``name``, in pieces."""
-        with self.open(name) as file:
-            while chunk := file.read(_CHUNK_BYTES):
-                yield chunk
 
     def local_folder(self, name: str) -> Path | None:
         """Where the contents below ``name`` are on this machine's disks; None where they are in another store."""

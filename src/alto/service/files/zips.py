@@ -6,7 +6,7 @@ import io
 import zipfile
 from collections.abc import Iterable, Iterator
 
-from alto.service.files.artefacts import Artefacts
+from alto.service.files.artefacts import Artefacts, chunks_of
 
 __all__ = ["zip_chunks"]
 
@@ -43,7 +43,7 @@ def zip_chunks(artefacts: Artefacts, folder: str, names: Iterable[str]) -> Itera
         for name in names:
             # Sizes are not known before: without 64 bits a file could have no more than 2 GiB.
             with archive.open(zipfile.ZipInfo(name), "w", force_zip64=True) as entry:
-                for chunk in artefacts.chunks(f"{folder}/{name}"):
+                for chunk in chunks_of(artefacts.open(f"{folder}/{name}")):
                     entry.write(chunk)
                     yield sink.empty()
     yield sink.empty()

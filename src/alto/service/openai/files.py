@@ -14,17 +14,31 @@ from sqlalchemy.orm import Session
 from alto.service.access import Caller
 from alto.service.context import Service, ServiceOf
 from alto.service.errors import ApiError, not_found, refused
-from alto.service.files import check_rows, sha256_of
+from alto.service.files import check_rows, chunks_of, sha256_of
 from alto.service.ids import new_id, now
 from alto.service.openai.objects import file_object, list_object
 from alto.service.openai.paging import After
 from alto.service.store.jobs import OPEN
 from alto.service.store.paging import page_of
 from alto.service.store.replays import RequestMark
-from alto.service.store.tables import FileRow, JobRow
+from alto.service.store.tables import FileRow, JobRow, UploadRow
 from alto.service.web.access import Reader, Writer
+from alto.service.web.bodies import BodyRoute
 
-__all__ = ["FINE_TUNE", "RESULTS", "artefact_of", "check_purpose", "find_file", "keep_file", "mark_of", "router"]
+__all__ = [
+    "FINE_TUNE",
+    "RESULTS",
+    "artefact_of",
+    "check_pending",
+    "check_purpose",
+    "check_quota",
+    "find_file",
+    "find_upload",
+    "keep_file",
+    "mark_of",
+    "router",
+    "shown_filename",
+]
 
 FINE_TUNE = "fine-tune"
 RESULTS = "fine-tune-results"
@@ -32,7 +46,7 @@ RESULTS = "fine-tune-results"
 _LEAST_EXPIRY_S, _MOST_EXPIRY_S = 3600, 30 * 24 * 3600
 _MAX_NAME_CHARS = 255
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 @router.post("/files")
@@ -50,7 +64,7 @@ def create(
     expires_after_s = _expiry_s(anchor, seconds)
     digest = sha256_of(file.file)
     name = file.filename or "upload.jsonl"
-    mark = mark_of(request, caller, hashlib.sha256(f"{digest}\0{purpose}\0{name}".encode()).hexdigest())
+    mark = mark_of(request, caller, _hash(digest, purpose, name, str(expires_after_s)))
     file.file.seek(0)
     row = keep_file(
         service, caller, file.file, filename=name, purpose=purpose, expires_after_s=expires_after_s, mark=mark
@@ -95,8 +109,12 @@ def content(service: ServiceOf, caller: Reader, file_id: str) -> StreamingRespon
     """What a file holds."""
     with service.store.reading() as session:
         row = find_file(session, caller.tenant, file_id)
+    try:
+        opened = service.artefacts.open(artefact_of(row))
+    except FileNotFoundError:  # deleted meanwhile
+        raise not_found("file", file_id, "file_id") from None
     return StreamingResponse(
-        service.artefacts.chunks(artefact_of(row)),
+        chunks_of(opened),
         media_type="application/octet-stream",
         headers={"Content-Disposition": f"attachment; filename*=UTF-8''{quote(row.filename, safe='')}"},
     )
@@ -147,11 +165,16 @@ def keep_file(
     purpose: str,
     expires_after_s: int | None = None,
     mark: RequestMark | None = None,
+    upload: str | None = None,
 ) -> FileRow:
     """Keep what ``content`` holds, from its beginning to its end, as a file of the caller.
 
+    Args:
+        mark: Of the request; its repetition finds the same file.
+        upload: The upload that the file completes; where it has one already, that one is found.
+
     Raises:
-        ApiError: It is too large, or the tenant's files are.
+        ApiError: It is too large, or the tenant's files are; or the upload has ended otherwise.
     """
     checked = check_rows(content)
     fault = checked.fault if purpose == FINE_TUNE else ""
@@ -165,7 +188,7 @@ def keep_file(
     row = FileRow(
         id=new_id("file"),
         tenant=caller.tenant,
-        filename=_name(filename),
+        filename=shown_filename(filename),
         purpose=purpose,
         num_bytes=checked.num_bytes,
         sha256=checked.sha256,
@@ -182,7 +205,14 @@ def keep_file(
             before = mark.find(session) if mark is not None else None
             if before is not None:
                 return find_file(session, caller.tenant, before)
-            _check_quota(service, session, caller, checked.num_bytes)
+            if upload is not None:
+                pending = find_upload(session, caller.tenant, upload, lock=True)
+                if pending.status == "completed" and pending.file is not None:
+                    return find_file(session, caller.tenant, pending.file)
+                check_pending(pending)
+                pending.status, pending.file = "completed", row.id
+            else:
+                check_quota(service, session, caller, checked.num_bytes)
             session.add(row)
             if mark is not None:
                 mark.note(session, "file", row.id)
@@ -210,24 +240,58 @@ def check_purpose(purpose: str) -> None:
 
 def mark_of(request: Request, caller: Caller, body_hash: str) -> RequestMark:
     """What tells whether ``request`` repeats another one."""
-    count = request.headers.get("x-stainless-retry-count", "0")
+    count = request.headers.get("x-stainless-retry-count", "")
     return RequestMark(
         tenant=caller.tenant,
         path=request.url.path,
         body_hash=body_hash,
         key=request.headers.get("idempotency-key", "")[:255],
-        is_retry=count.isdigit() and int(count) > 0,
+        is_retry=count.isdecimal() and count.strip("0") != "",
     )
 
 
-def _check_quota(service: Service, session: Session, caller: Caller, num_bytes: int) -> None:
+def find_upload(session: Session, tenant: str, upload: str, *, lock: bool = False) -> UploadRow:
+    """An upload of a tenant; with ``lock`` as it is now, and no other transaction changes it until this one ends.
+
+    Raises:
+        ApiError: There is none.
+    """
+    statement = select(UploadRow).where(UploadRow.id == upload, UploadRow.tenant == tenant)
+    if lock:
+        statement = statement.with_for_update().execution_options(populate_existing=True)
+    row = session.scalar(statement)
+    if row is None:
+        raise not_found("upload", upload, "upload_id")
+    return row
+
+
+def check_pending(row: UploadRow) -> None:
+    """Check that an upload takes parts.
+
+    Raises:
+        ApiError: It has ended.
+    """
+    status = "expired" if row.status == "pending" and row.expires_at <= now() else row.status
+    if status != "pending":
+        raise refused(f"upload_id: expected a pending upload, found one {status}", "upload_id", "invalid_state")
+
+
+def check_quota(service: Service, session: Session, caller: Caller, num_bytes: int) -> None:
+    """Check that a tenant may have so many bytes more; what its pending uploads have announced counts.
+
+    Raises:
+        ApiError: It may not.
+    """
     most = service.limits_of(service.tenant(session, caller)).max_bytes
     if most is None:
         return
-    statement = select(func.coalesce(func.sum(FileRow.num_bytes), 0)).where(
+    kept = select(func.coalesce(func.sum(FileRow.num_bytes), 0)).where(
         FileRow.tenant == caller.tenant, FileRow.deleted_at.is_(None)
     )
-    used = int(session.scalar(statement) or 0)
+    announced = select(func.coalesce(func.sum(UploadRow.num_bytes), 0)).where(
+        UploadRow.tenant == caller.tenant, UploadRow.status == "pending", UploadRow.expires_at > now()
+    )
+    used = int(session.scalar(kept) or 0) + int(session.scalar(announced) or 0)
     if used + num_bytes > most:
         raise ApiError(
             429,
@@ -236,6 +300,10 @@ def _check_quota(service: Service, session: Session, caller: Caller, num_bytes: 
             code="storage_quota_exceeded",
             headers={"Retry-After": "60", "x-should-retry": "false"},
         )
+
+
+def _hash(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 def _expiry_s(anchor: str | None, seconds: int | None) -> int | None:
@@ -250,7 +318,7 @@ def _expiry_s(anchor: str | None, seconds: int | None) -> int | None:
     return seconds
 
 
-def _name(filename: str) -> str:
+def shown_filename(filename: str) -> str:
     """The last part of a file's name, without characters that do not print."""
     last = filename.replace("\\", "/").rpartition("/")[2]
     return "".join(char for char in last if char.isprintable())[:_MAX_NAME_CHARS] or "upload"

@@ -7,14 +7,15 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field, field_validator
-from sqlalchemy import select
+from sqlalchemy import ColumnElement, Text, cast, exists, func, select
+from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import Session
 
 from alto.service.access import Caller
 from alto.service.context import Service, ServiceOf
 from alto.service.errors import ApiError, not_found, refused
 from alto.service.ids import new_id, now
-from alto.service.models import base_model_of
+from alto.service.models import MOST_MODEL_CHARS, base_model_of
 from alto.service.openai.files import FINE_TUNE, find_file, mark_of
 from alto.service.openai.objects import checkpoint_object, event_object, job_object, list_object
 from alto.service.openai.paging import After, Limit
@@ -24,13 +25,14 @@ from alto.service.store.jobs import cancel_job, count_open, find_job, pause_job,
 from alto.service.store.paging import page_of
 from alto.service.store.tables import Checkpoint, JobEvent, JobRow
 from alto.service.web.access import Reader, Writer
+from alto.service.web.bodies import BodyRoute
 
 __all__ = ["JobRequest", "create_job", "draft_of", "router"]
 
 _MOST_PAIRS = 16
 _DEFAULT_SEED = 42
 
-router = APIRouter(prefix="/fine_tuning")
+router = APIRouter(prefix="/fine_tuning", route_class=BodyRoute)
 
 
 class _MethodSettings(BaseModel):
@@ -49,7 +51,7 @@ class JobRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    model: str = Field(min_length=1, max_length=256)
+    model: str = Field(min_length=1, max_length=MOST_MODEL_CHARS)
     training_file: str = Field(min_length=1, max_length=64)
     validation_file: str | None = Field(default=None, max_length=64)
     method: _Method | None = None
@@ -117,7 +119,14 @@ def create_job(service: Service, caller: Caller, body: JobRequest, *, mark: Any 
             if file is not None:
                 check_usable(session, caller.tenant, file, param)
         tenant = service.tenant(session, caller)
-        most = service.limits_of(tenant).max_tasks
+        limits = service.limits_of(tenant)
+        num_gpus, most = int(values.get("num_gpus", 1)), limits.max_tasks
+        if limits.max_gpus is not None and num_gpus > limits.max_gpus:
+            raise refused(
+                f"num_gpus: expected at most {limits.max_gpus}, the GPUs that this tenant may have, found {num_gpus}",
+                "hyperparameters",
+                "too_many_gpus",
+            )
         if most is not None and (found := count_open(session, caller.tenant)) >= most:
             raise ApiError(
                 429,
@@ -197,11 +206,8 @@ def list_(
     """Jobs of the tenant, newest first; ``metadata[k]=v`` filters them, ``metadata=null`` finds those without."""
     with service.store.reading() as session:
         statement = select(JobRow).where(JobRow.tenant == caller.tenant)
-        for key, value in request.query_params.multi_items():
-            if key == "metadata" and value == "null":
-                statement = statement.where(JobRow.pairs.is_(None))
-            elif key.startswith("metadata[") and key.endswith("]"):
-                statement = statement.where(JobRow.pairs[key[len("metadata[") : -1]].as_string() == value)
+        for condition in _conditions(service, request):
+            statement = statement.where(condition)
         number = None if after is None else find_job(session, caller.tenant, after).number
         rows, has_more = page_of(session, statement, JobRow.number, after=number, limit=limit)
     return list_object([job_object(row) for row in rows], has_more=has_more)
@@ -252,6 +258,26 @@ def checkpoints(
                 raise not_found("checkpoint", after, "after")
         rows, has_more = page_of(session, statement, Checkpoint.number, after=number, limit=limit)
     return list_object([checkpoint_object(row) for row in rows], has_more=has_more)
+
+
+def _conditions(service: Service, request: Request) -> list[ColumnElement[bool]]:
+    """Conditions on the metadata of jobs."""
+    found: list[ColumnElement[bool]] = []
+    for key, value in request.query_params.multi_items():
+        if key == "metadata" and value == "null":
+            # A column of JSON has two kinds of null.
+            found.append(JobRow.pairs.is_(None) | (cast(JobRow.pairs, Text) == "null"))
+        elif key.startswith("metadata[") and key.endswith("]"):
+            name = key[len("metadata[") : -1]
+            if service.store.is_sqlite:
+                # A path of SQLite's cannot name every key.
+                pairs = func.json_each(JobRow.pairs).table_valued("key", "value")
+                found.append(exists().where(pairs.c.key == name, pairs.c.value == value))
+            else:
+                found.append(JobRow.pairs.op("@>")(cast({name: value}, JSONB)))
+    if len(found) > _MOST_PAIRS:
+        raise refused(f"metadata: expected at most {_MOST_PAIRS} conditions, found {len(found)}", "metadata")
+    return found
 
 
 def _number_of_event(job: JobRow, event: str) -> int:

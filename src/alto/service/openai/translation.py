@@ -14,8 +14,9 @@ from alto.errors import SpecError, UnsupportedError
 from alto.service.errors import ApiError, refused
 from alto.spec import Task
 from alto.spec.auto_space import usual_learning_rate
-from alto.spec.job_config import JOB_FIELDS
+from alto.spec.job_config import MAPPING_FIELDS
 from alto.spec.keys import JOB_ALIASES, TASK_ALIASES
+from alto.spec.quoting import quoted
 from alto.spec.task import TASK_FIELDS
 
 __all__ = ["ALLOWED_TASK_KEYS", "METHODS", "build", "multiplier_of", "task_values"]
@@ -57,11 +58,18 @@ ALLOWED_TASK_KEYS = frozenset(
 """Keys of a task that requests may set. The others name files, servers, packages or code of the service's machine, or
 are set by the service."""
 
-_REFUSED_JOB_KEYS = frozenset({"objective"})
+_REFUSED_JOB_KEYS = frozenset({"objective", "config", "tokenizer", "task_type", "mixture_weights"})
+"""Arguments for objects of Python, what changes the method, and weights of files that a job does not have."""
 _REFUSED_EARLY_EXIT_KEYS = frozenset({"rules"})
 """They load packages."""
 
-_NAMES = {"n_epochs": "num_train_epochs", "batch_size": "per_device_train_batch_size", "beta": "beta"}
+_MULTIPLIER = "learning_rate_multiplier"
+_LARGEST_MULTIPLIER = 1e6
+_NAMES = {
+    _MULTIPLIER: "learning_rate",
+    "n_epochs": "num_train_epochs",
+    "batch_size": "per_device_train_batch_size",
+}
 _AUTO_VALUES: dict[str, Any] = {
     "num_train_epochs": [1, 2, 3],
     "per_device_train_batch_size": [2, 4, 8],
@@ -80,7 +88,6 @@ _LISTS = frozenset(
 )
 """Settings whose one value is a list; a grid of them is a list of lists."""
 _AUTO = "auto"
-_MULTIPLIER = "learning_rate_multiplier"
 _NUM_RATES = 5
 _USUAL_RATE = usual_learning_rate(2000)
 
@@ -110,17 +117,19 @@ def task_values(method: str, hyperparameters: Mapping[str, Any], *, seed: int | 
     """
     values: dict[str, Any] = {"method": METHODS[method]}
     space: dict[str, Any] = {}
-    asked = {key: value for key, value in hyperparameters.items() if value is not None}
-    if _MULTIPLIER in asked and any(JOB_ALIASES.get(key, key) == "learning_rate" for key in asked):
-        raise refused(
-            "hyperparameters: expected learning_rate or learning_rate_multiplier, found both; remove one",
-            "hyperparameters",
-            "conflicting_keys",
-        )
-    for key, value in asked.items():
+    spellings: dict[str, str] = {}
+    for key, value in hyperparameters.items():
+        if value is None:
+            continue
         name = _NAMES.get(key) or JOB_ALIASES.get(key) or TASK_ALIASES.get(key, key)
+        if (other := spellings.setdefault(name, key)) != key:
+            raise refused(
+                f"hyperparameters: expected {other} or {key}, found both; remove one",
+                "hyperparameters",
+                "conflicting_keys",
+            )
         if key == _MULTIPLIER:
-            name, value = "learning_rate", _rates(value)
+            value = _rates(value)
         elif name in TASK_FIELDS:
             _check_allowed(key, name, value)
             values[name] = value
@@ -161,7 +170,7 @@ def _is_searched(name: str, value: Any) -> bool:
     """Whether a value is a grid or a range, rather than one value that is a list or a mapping itself."""
     if isinstance(value, list):
         return name not in _LISTS or all(isinstance(each, list) for each in value)
-    return isinstance(value, Mapping) and name in JOB_FIELDS and "min" in value
+    return isinstance(value, Mapping) and name not in MAPPING_FIELDS and "min" in value
 
 
 def _searched(name: str, value: Any) -> Any:
@@ -173,7 +182,7 @@ def _searched(name: str, value: Any) -> Any:
     if name in _AUTO_VALUES:
         return _AUTO_VALUES[name]
     raise refused(
-        f"{name}: expected a value or a list of values, found 'auto', which n_epochs, batch_size, "
+        f"{quoted(name)}: expected a value or a list of values, found 'auto', which n_epochs, batch_size, "
         f"learning_rate_multiplier, {', '.join(sorted(_AUTO_VALUES))} and learning_rate may have; give a value",
         "hyperparameters",
     )
@@ -185,10 +194,10 @@ def _rates(value: Any) -> Any:
         return _AUTO
     values = value if isinstance(value, list) else [value]
     for each in values:
-        if isinstance(each, bool) or not isinstance(each, int | float) or not each > 0:
+        if isinstance(each, bool) or not isinstance(each, int | float) or not 0 < each <= _LARGEST_MULTIPLIER:
             raise refused(
-                f"{_MULTIPLIER}: expected 'auto', a number above 0, or a list of such numbers, found {each!r:.50}; "
-                "correct it",
+                f"{_MULTIPLIER}: expected 'auto', a number above 0 and at most {_LARGEST_MULTIPLIER:g}, or a list of "
+                f"such numbers, found {quoted(each)}; correct it",
                 _MULTIPLIER,
             )
     rates = [float(f"{each * _USUAL_RATE:.6g}") for each in values]

@@ -4,19 +4,35 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from alto.service.errors import refused
+from alto.service.errors import ApiError, refused
 from alto.service.web.access import Reader
+from alto.service.web.bodies import BodyRoute
 
 __all__ = ["router"]
 
-router = APIRouter(prefix="/fine_tuning")
+router = APIRouter(prefix="/fine_tuning", route_class=BodyRoute)
 
 
-@router.api_route("/checkpoints/{checkpoint:path}/permissions", methods=["GET", "POST"])
-@router.api_route("/checkpoints/{checkpoint:path}/permissions/{permission}", methods=["DELETE"])
-def permissions(caller: Reader, checkpoint: str) -> None:
-    """Sharing a checkpoint with other projects."""
-    raise refused(
+@router.get("/checkpoints/{checkpoint:path}/permissions")
+def list_permissions(caller: Reader, checkpoint: str) -> None:
+    """Projects with which a checkpoint is shared."""
+    raise _not_shared()
+
+
+@router.post("/checkpoints/{checkpoint:path}/permissions")
+def create_permissions(caller: Reader, checkpoint: str) -> None:
+    """Share a checkpoint with other projects."""
+    raise _not_shared()
+
+
+@router.delete("/checkpoints/{checkpoint:path}/permissions/{permission}")
+def delete_permission(caller: Reader, checkpoint: str, permission: str) -> None:
+    """Share a checkpoint no longer."""
+    raise _not_shared()
+
+
+def _not_shared() -> ApiError:
+    return refused(
         "permissions: expected no shared checkpoints, as tenants are kept apart, found a request for them; download "
         "the adapter from /api/models and pass it on",
         "checkpoint",

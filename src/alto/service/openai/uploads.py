@@ -10,16 +10,26 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request, UploadFile
 from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy import func, select
-from sqlalchemy.orm import Session
 
+from alto.service.access import Caller
 from alto.service.context import ServiceOf
-from alto.service.errors import ApiError, not_found, refused
+from alto.service.errors import ApiError, refused
 from alto.service.files import sha256_of
 from alto.service.ids import new_id, now
-from alto.service.openai.files import check_purpose, find_file, keep_file, mark_of
+from alto.service.openai.files import (
+    check_pending,
+    check_purpose,
+    check_quota,
+    find_file,
+    find_upload,
+    keep_file,
+    mark_of,
+    shown_filename,
+)
 from alto.service.openai.objects import part_object, upload_object
 from alto.service.store.tables import PartRow, UploadRow
 from alto.service.web.access import Writer
+from alto.service.web.bodies import BodyRoute
 
 __all__ = ["router"]
 
@@ -27,7 +37,7 @@ _LIFE_S = 3600
 _MAX_PART_BYTES = 64 * 2**20
 _MAX_PARTS = 10_000
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 class _Expiry(BaseModel):
@@ -62,11 +72,12 @@ def create(request: Request, service: ServiceOf, caller: Writer, body: _Upload) 
     with service.store.writing() as session:
         before = mark.find(session)
         if before is not None:
-            return upload_object(_find(session, caller.tenant, before))
+            return upload_object(find_upload(session, caller.tenant, before))
+        check_quota(service, session, caller, body.bytes)
         row = UploadRow(
             id=new_id("upload"),
             tenant=caller.tenant,
-            filename=body.filename,
+            filename=shown_filename(body.filename),
             purpose=body.purpose,
             num_bytes=body.bytes,
             created_at=now(),
@@ -84,12 +95,14 @@ def add_part(request: Request, service: ServiceOf, caller: Writer, upload_id: st
     """Keep a part of a file."""
     digest = sha256_of(data.file)
     num_bytes = data.file.tell()
+    if not num_bytes:
+        raise refused("data: expected bytes, found none", "data")
     if num_bytes > _MAX_PART_BYTES:
         raise ApiError(413, f"data: expected at most {_MAX_PART_BYTES} bytes a part, found {num_bytes}", param="data")
     mark = mark_of(request, caller, digest)
     row = PartRow(id=new_id("part"), upload=upload_id, created_at=now(), num_bytes=num_bytes)
     with service.store.reading() as session:
-        _check_pending(_find(session, caller.tenant, upload_id))
+        check_pending(find_upload(session, caller.tenant, upload_id))
     data.file.seek(0)
     service.artefacts.write(_artefact_of(caller.tenant, row), data.file)
     is_kept = False
@@ -98,12 +111,13 @@ def add_part(request: Request, service: ServiceOf, caller: Writer, upload_id: st
             before = mark.find(session)
             if before is not None and (known := session.get(PartRow, before)) is not None:
                 return part_object(known)
-            upload = _find(session, caller.tenant, upload_id, lock=True)
-            _check_pending(upload)
-            had = session.scalar(
-                select(func.coalesce(func.sum(PartRow.num_bytes), 0)).where(PartRow.upload == upload_id)
-            )
-            if int(had or 0) + num_bytes > upload.num_bytes:
+            upload = find_upload(session, caller.tenant, upload_id, lock=True)
+            check_pending(upload)
+            had = select(func.count(), func.coalesce(func.sum(PartRow.num_bytes), 0)).where(PartRow.upload == upload_id)
+            num_parts, num_before = session.execute(had).one()
+            if num_parts >= _MAX_PARTS:
+                raise refused(f"data: expected at most {_MAX_PARTS} parts, found more; send larger ones", "data")
+            if int(num_before) + num_bytes > upload.num_bytes:
                 raise refused(
                     f"data: expected {upload.num_bytes} bytes in all parts, found more; create an upload of the size "
                     "of the file",
@@ -122,10 +136,10 @@ def add_part(request: Request, service: ServiceOf, caller: Writer, upload_id: st
 def complete(service: ServiceOf, caller: Writer, upload_id: str, body: _Complete) -> dict[str, Any]:
     """Put the parts together, in the given order."""
     with service.store.reading() as session:
-        upload = _find(session, caller.tenant, upload_id)
+        upload = find_upload(session, caller.tenant, upload_id)
         if upload.status == "completed" and upload.file is not None:  # the answer was lost
             return upload_object(upload, find_file(session, caller.tenant, upload.file))
-        _check_pending(upload)
+        check_pending(upload)
         parts = {row.id: row for row in session.scalars(select(PartRow).where(PartRow.upload == upload_id))}
     missing = [part for part in body.part_ids if part not in parts]
     if missing or len(set(body.part_ids)) != len(body.part_ids):
@@ -139,9 +153,12 @@ def complete(service: ServiceOf, caller: Writer, upload_id: str, body: _Complete
         raise refused(f"part_ids: expected {upload.num_bytes} bytes as announced, found {num_bytes}", "part_ids")
     with tempfile.TemporaryFile() as whole:
         digest = hashlib.md5(usedforsecurity=False)
-        for part in chosen:
-            with service.artefacts.open(_artefact_of(caller.tenant, part)) as source:
-                shutil.copyfileobj(source, whole)
+        try:
+            for part in chosen:
+                with service.artefacts.open(_artefact_of(caller.tenant, part)) as source:
+                    shutil.copyfileobj(source, whole)
+        except FileNotFoundError:  # ended by another request meanwhile
+            return _ended(service, caller, upload_id)
         whole.seek(0)
         while chunk := whole.read(2**20):
             digest.update(chunk)
@@ -155,14 +172,10 @@ def complete(service: ServiceOf, caller: Writer, upload_id: str, body: _Complete
             filename=upload.filename,
             purpose=upload.purpose,
             expires_after_s=upload.expires_after_s,
+            upload=upload_id,
         )
-    with service.store.writing() as session:
-        upload = _find(session, caller.tenant, upload_id, lock=True)
-        is_first = upload.status == "pending"
-        if is_first:
-            upload.status, upload.file = "completed", file.id
-    if not is_first:
-        raise refused(f"upload_id: expected a pending upload, found one {upload.status}", "upload_id", "invalid_state")
+    with service.store.reading() as session:
+        upload = find_upload(session, caller.tenant, upload_id)
     _forget_parts(service, caller.tenant, list(parts.values()))
     return upload_object(upload, file)
 
@@ -171,27 +184,22 @@ def complete(service: ServiceOf, caller: Writer, upload_id: str, body: _Complete
 def cancel(service: ServiceOf, caller: Writer, upload_id: str) -> dict[str, Any]:
     """Give up an upload; its parts are deleted."""
     with service.store.writing() as session:
-        upload = _find(session, caller.tenant, upload_id, lock=True)
+        upload = find_upload(session, caller.tenant, upload_id, lock=True)
         if upload.status != "cancelled":
-            _check_pending(upload)
+            check_pending(upload)
         upload.status = "cancelled"
         parts = list(session.scalars(select(PartRow).where(PartRow.upload == upload_id)))
     _forget_parts(service, caller.tenant, parts)
     return upload_object(upload)
 
 
-def _find(session: Session, tenant: str, upload: str, *, lock: bool = False) -> UploadRow:
-    statement = select(UploadRow).where(UploadRow.id == upload, UploadRow.tenant == tenant)
-    row = session.scalar(statement.with_for_update() if lock else statement)
-    if row is None:
-        raise not_found("upload", upload, "upload_id")
-    return row
-
-
-def _check_pending(row: UploadRow) -> None:
-    status = "expired" if row.status == "pending" and row.expires_at <= now() else row.status
-    if status != "pending":
-        raise refused(f"upload_id: expected a pending upload, found one {status}", "upload_id", "invalid_state")
+def _ended(service: ServiceOf, caller: Caller, upload_id: str) -> dict[str, Any]:
+    with service.store.reading() as session:
+        upload = find_upload(session, caller.tenant, upload_id)
+        if upload.file is None:
+            check_pending(upload)
+            raise refused("upload_id: expected an upload with all its parts, found some gone; begin again", "upload_id")
+        return upload_object(upload, find_file(session, caller.tenant, upload.file))
 
 
 def _forget_parts(service: ServiceOf, tenant: str, parts: list[PartRow]) -> None:

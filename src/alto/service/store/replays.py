@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
-from sqlalchemy import delete
+from sqlalchemy import delete, func, select
 from sqlalchemy.orm import Session
 
 from alto.service.errors import refused
@@ -53,6 +53,9 @@ class RequestMark:
         Raises:
             ApiError: The key was used for another request.
         """
+        if session.get_bind().dialect.name == "postgresql":
+            # An equal request that comes before the end of this transaction waits for it.
+            session.execute(select(func.pg_advisory_xact_lock(int(self.digest[:15], 16))))
         if not (self.key or self.is_retry):
             return None
         found = session.get(ReplayRow, self.digest, with_for_update=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ BUSY_S = 30.0
 """Longest wait for another writer of an SQLite file."""
 
 _WRITES = "alto_writes"
+_COMMON: Mapping[str, Any] = {"hide_parameters": True}
+"""Logs have errors of the database, and must not have what users sent."""
 
 
 class Store:
@@ -102,9 +104,9 @@ def _checked(url: str) -> URL:
 
 def _engine(url: URL) -> Engine:
     if url.get_backend_name() != "sqlite":
-        return create_engine(url, pool_pre_ping=True, pool_size=20, max_overflow=20)
+        return create_engine(url, pool_pre_ping=True, pool_size=20, max_overflow=20, **_COMMON)
     engine = create_engine(
-        url, connect_args={"timeout": BUSY_S, "check_same_thread": False}, pool_size=20, max_overflow=30
+        url, connect_args={"timeout": BUSY_S, "check_same_thread": False}, pool_size=20, max_overflow=30, **_COMMON
     )
     event.listen(engine, "connect", _on_connect)
     event.listen(engine, "begin", _on_begin)

@@ -6,10 +6,13 @@ import logging
 import re
 import secrets
 import time
+from collections.abc import Mapping
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel
 from sqlalchemy.exc import OperationalError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -19,15 +22,45 @@ from alto.errors import AltoError
 from alto.service.errors import ApiError
 from alto.service.web.counts import RequestCounts
 
-__all__ = ["RequestIds", "add_error_answers"]
+__all__ = ["ERROR_ANSWERS", "ErrorAnswer", "RequestIds", "add_error_answers"]
 
 _LOG = logging.getLogger("alto.service.requests")
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+_MOST_WHERE_CHARS = 200
 _SECURITY = (
     (b"x-content-type-options", b"nosniff"),
     (b"x-frame-options", b"DENY"),
     (b"referrer-policy", b"same-origin"),
 )
+
+
+class _Error(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(BaseModel):
+    """How every error is answered."""
+
+    error: _Error
+
+
+ERROR_ANSWERS: Mapping[int | str, dict[str, Any]] = {
+    status: {"model": ErrorAnswer, "description": description}
+    for status, description in (
+        (400, "The request cannot be carried out as it is."),
+        (401, "There is no key that counts."),
+        (403, "The key does not have the scope, or the page is of another site."),
+        (404, "There is no such object of the tenant."),
+        (413, "The body is too long."),
+        (429, "There are too many requests, tasks or bytes; Retry-After has seconds."),
+        ("default", "The service failed, or is not ready."),
+    )
+}
+"""What the document of the API says of each operation."""
 
 
 class RequestIds:
@@ -55,7 +88,7 @@ class RequestIds:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message = {**message, "headers": [*message["headers"], (b"x-request-id", name.encode()), *_SECURITY]}
+                message = {**message, "headers": [*message["headers"], *_headers_of(name)]}
             await send(message)
 
         try:
@@ -63,7 +96,9 @@ class RequestIds:
         finally:
             route = getattr(scope.get("route"), "path", "unknown")
             duration_s = time.monotonic() - began
-            self._counts.add(scope["method"] if route != "unknown" else "any", route, status, duration_s)
+            # A method may be any word: one that no route has is not counted by its name.
+            is_known = route != "unknown" and scope["method"] in _METHODS
+            self._counts.add(scope["method"] if is_known else "any", route, status, duration_s)
             _LOG.info(
                 "request",
                 extra={
@@ -100,6 +135,7 @@ def _on_invalid(_: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"] if part not in ("body", "query", "path", "header"))
+    where = where[:_MOST_WHERE_CHARS]
     return _answer(ApiError(400, f"{where or 'body'}: {first['msg']}", param=where or None, code="invalid_value"))
 
 
@@ -129,7 +165,15 @@ def _on_database_error(request: Request, error: Exception) -> Response:
 def _on_error(request: Request, error: Exception) -> Response:
     _LOG.error("a request failed", extra={"request_id": _id_of(request)}, exc_info=error)
     message = f"the service failed at request {_id_of(request)}; its log has the cause"
-    return _answer(ApiError(500, message, code="internal_error"))
+    # Its answer is sent from outside of `RequestIds`.
+    headers = {key.decode(): value.decode() for key, value in _headers_of(_id_of(request))}
+    headers["connection"] = "close"  # as the server does after an exception
+    return _answer(ApiError(500, message, code="internal_error", headers=headers))
+
+
+def _headers_of(name: str) -> list[tuple[bytes, bytes]]:
+    """Headers of the answer to the request ``name``."""
+    return [(b"x-request-id", name.encode()), *_SECURITY]
 
 
 def _id_of(request: Request) -> str:

@@ -7,7 +7,7 @@ import json
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from alto.service.errors import ApiError
+from alto.service.errors import ApiError, refused
 
 __all__ = ["BodyLimits"]
 
@@ -49,12 +49,18 @@ class BodyLimits:
             await send(message)
 
         try:
+            _check_address(scope)
             body.check_declared(scope)
             await self._app(scope, body.receive, watched_send)
         except ApiError as error:
             if has_started:
                 raise
             await _answer(error, send)
+
+
+def _check_address(scope: Scope) -> None:
+    if "\0" in scope["path"] or b"%00" in scope["query_string"]:
+        raise refused("url: expected text without the character NUL, found one with it; correct it", "url")
 
 
 class _Body:
