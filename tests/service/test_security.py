@@ -145,8 +145,10 @@ def test_every_route_needs_its_scope(site: Site) -> None:
         is_reading = method == "GET" or path == "/api/drafts" or "/permissions" in path or "/graders" in path
         wrong = "a writes" if is_reading else "a reads"
         for key in (wrong, "a chats"):
-            if "chat" in path:
-                continue
+            if path.endswith("/completions"):
+                if key == "a chats":
+                    continue
+                key = "a writes"
             answer = site.send(method, filled(path, site.ids["a"]), key, **body)
             assert refused(answer, 403)["code"] == "insufficient_scope", (method, path, key)
 
@@ -160,7 +162,9 @@ def test_nothing_of_another_tenant_is_found(site: Site) -> None:
             continue
         theirs = site.send(method, filled(path, own), "b", **body)
         nobodys = site.send(method, filled(path, unknown), "b", **body)
-        assert (theirs.status_code, nobodys.status_code) == (404, 404), (method, path)
+        # Uploads to the hub are switched off, whoever's the model is.
+        status = 400 if path.endswith("/push") else 404
+        assert (theirs.status_code, nobodys.status_code) == (status, status), (method, path)
         name = next(value for key, value in own.items() if f"{{{key}" in path)
         assert theirs.json()["error"]["message"].replace(name, "none-0") == nobodys.json()["error"]["message"]
         checked += 1

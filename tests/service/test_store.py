@@ -12,6 +12,7 @@ from sqlalchemy import inspect, select, text
 from alto.errors import ServiceError
 from alto.service.access import caller_of, create_key, create_tenant, has_keys, revoke_key
 from alto.service.access import keys as keys_module
+from alto.service.coordinator.coordinator import _in_turns
 from alto.service.coordinator.leadership import PATIENCE_S, Leadership, LostLeadershipError
 from alto.service.errors import ApiError
 from alto.service.ids import new_id, now
@@ -181,6 +182,21 @@ def test_a_repeated_request_finds_what_it_created(store: Store) -> None:
             assert changed.find(session) is None, other
 
 
+def test_equal_requests_at_once_create_one_object(store: Store) -> None:
+    start, marks = threading.Barrier(6), [RequestMark(tenant="a", path="/x", body_hash="1", key="k")] * 6
+
+    def send(mark: RequestMark) -> bool:
+        start.wait()
+        with store.writing() as session:
+            if mark.find(session) is not None:
+                return False
+            mark.note(session, "job", new_id("ftjob"))
+            return True
+
+    with ThreadPoolExecutor(6) as pool:
+        assert sum(pool.map(send, marks)) == 1
+
+
 def test_a_key_for_another_body_is_refused(store: Store) -> None:
     with store.writing() as session:
         RequestMark(tenant="a", path="/x", body_hash="1", key="k").note(session, "job", "ftjob-1")
@@ -207,7 +223,7 @@ def test_keys_open_until_they_are_revoked_or_expire(store: Store, monkeypatch: p
         assert caller_of(session, secret) is None
         monkeypatch.setattr(keys_module, "now", lambda: now() + 101)
         assert caller_of(session, brief) is None
-        assert has_keys(session), "an expired key does not open the service to everybody"
+        assert has_keys(session), "the end of the last key does not open the service to everybody"
 
 
 def test_one_server_leads_and_another_takes_over_after_its_silence(store: Store) -> None:
@@ -253,3 +269,10 @@ def _live_elsewhere(store: Store) -> None:
         row = session.get(LeaderRow, 1)
         assert row is not None
         row.holder = "elsewhere 1 boot:1"
+
+
+def test_tenants_take_turns(store: Store) -> None:
+    """Those first who have fewest jobs in the control plane; of each its own order."""
+    waiting = [("a1", "a"), ("a2", "a"), ("a3", "a"), ("b1", "b"), ("c1", "c")]
+    assert _in_turns(waiting, {}) == ["a1", "b1", "c1", "a2", "a3"]
+    assert _in_turns(waiting, {"a": 1, "c": 2}) == ["b1", "a1", "a2", "c1", "a3"]

@@ -238,3 +238,23 @@ def test_grids_are_counted_before_they_are_made(values: dict[str, Any], monkeypa
     monkeypatch.setattr("alto.spec.expansion.JobConfig.of", lambda *_: pytest.fail("it makes jobs"))
     with pytest.raises(ApiError, match=r"at most|<=|1 to|should"):
         asked(values)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"target_modules": "(([a-z_.0-9]+)+)+X"},
+        {"target_modules": ["q_proj", "v.*"]},
+        {"search_space": {"target_modules": [["q_proj"], ["(a+)+b"]], "lr": [1e-4]}},
+        {"rank_pattern": {"^(a+)+$": 8}},
+        {"modules_to_save": [["lm_head|x"]]},
+    ],
+)
+def test_regular_expressions_are_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(ApiError, match="names of modules"):
+        asked({"lr": 1e-4, **values})
+
+
+def test_names_of_modules_are_taken() -> None:
+    found = asked({"lr": 1e-4, "target_modules": ["q_proj", "mlp.down_proj"]}).jobs[0].config.target_modules
+    assert set(found) == {"q_proj", "mlp.down_proj"}

@@ -14,7 +14,6 @@ from alto.service.settings import ServiceSettings
 from alto.service.store.tables import AliasRow, ModelRow
 
 __all__ = [
-    "MOST_MODEL_CHARS",
     "alias_name",
     "aliases_of",
     "base_model_of",
@@ -24,9 +23,6 @@ __all__ = [
     "fine_tuned_name",
     "merged_folder",
 ]
-
-MOST_MODEL_CHARS = 96
-"""Of a base model's name, as on the Hugging Face hub; with it the name of a fine-tuned model fits its column."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 

@@ -13,11 +13,11 @@ from alto.errors import SpecError
 from alto.spec.load import read_mapping
 from alto.spec.validation import SpecModel
 
-__all__ = ["PASSED_THROUGH", "ServiceSettings", "VllmSettings", "load_settings"]
+__all__ = ["MOST_NAME_CHARS", "ServiceSettings", "VllmSettings", "load_settings"]
 
 MIB = 2**20
-
-PASSED_THROUGH = "passed_through"
+MOST_NAME_CHARS = 96
+"""Of a base model's name, as on the Hugging Face hub; with it the name of a fine-tuned model fits its column."""
 
 _SERVER_URL = r"^https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?(/[A-Za-z0-9._~/-]*)?$"
 
@@ -59,7 +59,6 @@ class ServiceSettings(SpecModel):
         max_request_bytes: Largest body of any other request.
         max_jobs: Most configurations of one task.
         max_gpus, max_tasks, max_bytes, requests_per_s: Limits of tenants that have none of their own.
-        keep_deleted_s: How long the folder of the run of a deleted or failed task is kept; None keeps it.
         vllm: A server that answers for the adapters; None where there is none.
         hub_push: Whether tenants may upload their adapters to the Hugging Face hub, with the token of the service, to
             any repository that this token can write.
@@ -92,6 +91,16 @@ class ServiceSettings(SpecModel):
     @classmethod
     def _accept_list(cls, value: object) -> object:
         return tuple(value) if isinstance(value, list) else value
+
+    @field_validator("models")
+    @classmethod
+    def _check_names(cls, value: Mapping[str, str]) -> Mapping[str, str]:
+        for name in value:
+            if not 0 < len(name) <= MOST_NAME_CHARS:
+                raise ValueError(
+                    f"should have names of 1 to {MOST_NAME_CHARS} characters, found {name[:120]!r}. Choose another name."
+                )
+        return value
 
     @field_validator("vllm", mode="before")
     @classmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ from alto.runs.job_history import JobHistory
 from alto.runs.progress import time_saved_s
 from alto.service.context import Service, ServiceOf
 from alto.service.errors import ApiError, not_found, refused
+from alto.service.openai.module_names import check_module_names
 from alto.service.openai.objects import job_object
 from alto.service.openai.paging import After, Limit
 from alto.service.store.events import add_event
@@ -30,6 +32,8 @@ from alto.service.web.bodies import BodyRoute
 __all__ = ["history_of", "router", "task_object"]
 
 _ANSWER_S = 20.0
+_WAITING = threading.BoundedSemaphore(8)
+"""Requests that wait for an executor's answer: others are answered at once, so that threads are left for them."""
 _REPORT_POLICY = (
     "sandbox allow-scripts allow-popups; default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
     "img-src data:; font-src data:"
@@ -229,9 +233,15 @@ def _command(service: Service, tenant: str, task: str, job: str, action: Action,
             "job",
             "too_many_configurations",
         )
+    check_module_names(body.changes)
     mailbox = Mailbox(RunDir(service.run_of(row)))
     command = mailbox.send(action, job, changes=body.changes, warm=body.warm)
-    answer = mailbox.wait_for_answer(command, _ANSWER_S if row.status == "running" else 0.0)
+    answer = None
+    if row.status == "running" and _WAITING.acquire(blocking=False):
+        try:
+            answer = mailbox.wait_for_answer(command, _ANSWER_S)
+        finally:
+            _WAITING.release()
     if answer is None:
         return {
             "object": "command",

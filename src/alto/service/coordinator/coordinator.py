@@ -6,12 +6,11 @@ import contextlib
 import logging
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from itertools import chain, zip_longest
 from typing import TypeAlias
 
 from sqlalchemy import select
@@ -40,7 +39,8 @@ _LOG = logging.getLogger("alto.service.coordinator")
 
 TURN_S = 0.25
 MOST_SUBMITTED = 64
-"""Jobs that the control plane has at a time; the others wait in the database, so that a plan is quick to make."""
+"""Jobs that the control plane has at a time, and at most two a GPU; the others wait in the database, where their order
+is decided."""
 _HOUSEKEEPING_S = 60.0
 _FORECAST_S = 5.0
 _RETRY_S = 2.0
@@ -53,6 +53,7 @@ class _Live:
     """A job that the control plane has."""
 
     order: str
+    tenant: str
     projection: Projection
     is_cancelled: bool = False
     forecast_at: float = field(default=0.0)
@@ -189,20 +190,24 @@ class Coordinator:
     # -- jobs of the control plane ---------------------------------------------------------------------------------
 
     def _submit_wanted(self, plane: ControlPlane) -> None:
-        left = MOST_SUBMITTED - len(self._live)
+        _, num_gpus = plane.num_gpus()
+        left = min(MOST_SUBMITTED, 2 * num_gpus) - len(self._live)
         if left <= 0:
             return
         with self._service.store.reading() as session:
             wanted = list(
-                session.scalars(
-                    select(JobRow)
+                session.execute(
+                    select(JobRow.id, JobRow.tenant)
                     .where(JobRow.status.in_(("queued", "running")), JobRow.id.not_in(list(self._live)))
                     .order_by(JobRow.priority.desc(), JobRow.number)
-                    .limit(4 * MOST_SUBMITTED)
                 )
             )
-        for job in _in_turns(wanted)[:left]:
-            self._submit(plane, job)
+        order = _in_turns(wanted, Counter(live.tenant for live in self._live.values()))
+        for job in order[:left]:
+            with self._service.store.reading() as session:
+                row = session.scalar(select(JobRow).where(JobRow.id == job))
+            if row is not None:
+                self._submit(plane, row)
 
     def _submit(self, plane: ControlPlane, job: JobRow) -> None:
         root = self._service.run_of(job)
@@ -227,7 +232,6 @@ class Coordinator:
                     run_dir=root,
                     task=task,
                     tenant=job.tenant,
-                    priority=job.priority,
                     shares_with=self._shares_with(job.tenant),
                 )
             )
@@ -238,7 +242,7 @@ class Coordinator:
             with self._changing(job.id) as (session, row):
                 self._fail(session, row, {"code": "cannot_run", "message": message, "param": None})
             return
-        self._live[job.id] = _Live(order, projection)
+        self._live[job.id] = _Live(order, job.tenant, projection)
 
     def _shares_with(self, tenant: str) -> str:
         """Empty for tenants whose tasks may be trained with those of others; else of their own."""
@@ -339,15 +343,15 @@ class Coordinator:
         add_event(session, row, f"The job failed: {error['message']}", level="error")
 
 
-def _in_turns(jobs: list[JobRow]) -> list[JobRow]:
-    """Jobs in the order in which the control plane gets them: by priority, and of one priority one of each tenant in
-    turn."""
-    by_priority: dict[int, dict[str, list[JobRow]]] = defaultdict(lambda: defaultdict(list))
-    for job in jobs:
-        by_priority[job.priority][job.tenant].append(job)
-    return [
-        job
-        for priority in sorted(by_priority, reverse=True)
-        for job in chain.from_iterable(zip_longest(*by_priority[priority].values()))
-        if job is not None
-    ]
+def _in_turns(jobs: Sequence[tuple[str, str]], num_live: Mapping[str, int]) -> list[str]:
+    """The order in which the control plane gets jobs: one of each tenant in turn, those first who have fewest there.
+
+    Args:
+        jobs: Id and tenant, of each tenant in the order of its own priorities.
+        num_live: Jobs of a tenant that the control plane has.
+    """
+    seen, keys = Counter(num_live), dict[str, tuple[int, int]]()
+    for place, (job, tenant) in enumerate(jobs):
+        keys[job] = seen[tenant], place
+        seen[tenant] += 1
+    return sorted(keys, key=keys.__getitem__)

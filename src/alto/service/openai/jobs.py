@@ -15,11 +15,12 @@ from alto.service.access import Caller
 from alto.service.context import Service, ServiceOf
 from alto.service.errors import ApiError, not_found, refused
 from alto.service.ids import new_id, now
-from alto.service.models import MOST_MODEL_CHARS, base_model_of
+from alto.service.models import base_model_of
 from alto.service.openai.files import FINE_TUNE, find_file, mark_of
 from alto.service.openai.objects import checkpoint_object, event_object, job_object, list_object
 from alto.service.openai.paging import After, Limit
 from alto.service.openai.translation import METHODS, build, task_values
+from alto.service.settings import MOST_NAME_CHARS
 from alto.service.store.events import add_event
 from alto.service.store.jobs import cancel_job, count_open, find_job, pause_job, resume_job
 from alto.service.store.paging import page_of
@@ -51,7 +52,7 @@ class JobRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    model: str = Field(min_length=1, max_length=MOST_MODEL_CHARS)
+    model: str = Field(min_length=1, max_length=MOST_NAME_CHARS)
     training_file: str = Field(min_length=1, max_length=64)
     validation_file: str | None = Field(default=None, max_length=64)
     method: _Method | None = None

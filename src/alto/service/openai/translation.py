@@ -12,6 +12,7 @@ from typing import Any
 
 from alto.errors import SpecError, UnsupportedError
 from alto.service.errors import ApiError, refused
+from alto.service.openai.module_names import check_module_names
 from alto.spec import Task
 from alto.spec.auto_space import usual_learning_rate
 from alto.spec.job_config import MAPPING_FIELDS
@@ -115,6 +116,7 @@ def task_values(method: str, hyperparameters: Mapping[str, Any], *, seed: int | 
     Raises:
         ApiError: A key is unknown or not allowed, or a value is of another kind.
     """
+    check_module_names(hyperparameters)
     values: dict[str, Any] = {"method": METHODS[method]}
     space: dict[str, Any] = {}
     spellings: dict[str, str] = {}

@@ -94,7 +94,7 @@ class RequestIds:
         try:
             await self._app(scope, receive, named_send)
         finally:
-            route = getattr(scope.get("route"), "path", "unknown")
+            route = _label_of(scope)
             duration_s = time.monotonic() - began
             # A method may be any word: one that no route has is not counted by its name.
             is_known = route != "unknown" and scope["method"] in _METHODS
@@ -110,6 +110,16 @@ class RequestIds:
                     "tenant": scope.get("state", {}).get("tenant"),
                 },
             )
+
+
+def _label_of(scope: Scope) -> str:
+    """The route of a request, with names in place of ids."""
+    path = getattr(scope.get("route"), "path", None)
+    if path is None:
+        return "unknown"
+    prefix = "/" + scope["path"].split("/", 2)[1]
+    path = str(path)
+    return path if path.startswith(prefix) or prefix not in ("/v1", "/api") else prefix + path
 
 
 def add_error_answers(app: FastAPI) -> None:
