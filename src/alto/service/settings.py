@@ -98,7 +98,8 @@ class ServiceSettings(SpecModel):
         for name in value:
             if not 0 < len(name) <= MOST_NAME_CHARS:
                 raise ValueError(
-                    f"should have names of 1 to {MOST_NAME_CHARS} characters, found {name[:120]!r}. Choose another name."
+                    f"should have names of 1 to {MOST_NAME_CHARS} characters, found {name[:120]!r}. Choose another "
+                    "name."
                 )
         return value
 
