@@ -68,7 +68,7 @@ def serve(
 @keys.command("create")
 def create(
     tenant: Annotated[str, typer.Argument(help="Whose files, tasks and models the key opens; made if it is new.")],
-    name: Annotated[str, typer.Option(help="What the key is for.")] = "",
+    name: Annotated[str | None, typer.Option(help="What the key is for.")] = None,
     scopes: Annotated[str, typer.Option(help="read, write and chat, separated by commas.")] = "read,write,chat",
     expires: Annotated[
         str | None, typer.Option(metavar="DURATION", help="Such as 12h or 90d; never if absent.")
@@ -99,7 +99,7 @@ def create(
     with _opened(settings, data_dir, database) as store, store.writing() as session:
         create_tenant(session, tenant, {key: value for key, value in limits.items() if value is not None})
         wanted = [scope.strip() for scope in scopes.split(",") if scope.strip()]
-        row, secret = create_key(session, tenant, name=name, scopes=wanted, expires_at=expires_at)
+        row, secret = create_key(session, tenant, name=name or "", scopes=wanted, expires_at=expires_at)
     if as_json:
         print_json({"id": row.id, "tenant": tenant, "secret": secret, "expires_at": expires_at})
     else:
