@@ -31,6 +31,7 @@ TOPICS = {
     "colocation": ("Six tasks in one process", ("cpu",)),
     "adapter_parallel": ("Adapters on several ranks, four ways", ("cpu", "gpu")),
     "generate": ("Answers of eight adapters", ("cpu",)),
+    "service": ("A service under load", ("cpu",)),
     "templates": ("Trained tokens under chat templates, beside TRL", ("cpu",)),
 }
 """Topics in the order of the page: title, and the scales it can be measured at."""

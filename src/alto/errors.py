@@ -34,6 +34,7 @@
     ├── DeviceMemoryError (MemoryError)     something does not fit into the device's memory and cannot be split
     ├── ProfileError (ValueError)           measurements that do not determine the model fitted to them
     ├── ScheduleError (ValueError)          a schedule that must not be run
+    ├── ServiceError (RuntimeError)         the service cannot be started or reached as it is set up
     ├── UnsupportedError (NotImplementedError)  this version does not support it
     └── ShapeError (ValueError)             tensors given to an op disagree
 
@@ -74,6 +75,7 @@ __all__ = [
     "RunNotFoundError",
     "RunWriteError",
     "ScheduleError",
+    "ServiceError",
     "ShapeError",
     "SpecError",
     "TargetModuleError",
@@ -222,6 +224,10 @@ class ProfileError(AltoError, ValueError):
 
 class ScheduleError(AltoError, ValueError):
     """A schedule does not solve its problem."""
+
+
+class ServiceError(AltoError, RuntimeError):
+    """The service cannot be started, or its database not be used, as it is set up."""
 
 
 class UnsupportedError(AltoError, NotImplementedError):

@@ -40,7 +40,7 @@ def running(*args: str | Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def write_task(folder: Path, **changes: Any) -> Path:
-    settings = {"model": str(save_model(folder / "model")), "r": 4, "report_to": "none", "num_train_epochs": 8}
+    settings = {"model": str(save_model(folder / "model")), "r": 4, "report_to": "none", "num_train_epochs": 2}
     task = make_task(folder, search_space={"lr": [1e-3, 1e-2]}, early_exit=False, **{**settings, **changes})
     path = folder / "task.yaml"
     path.write_text(task.to_yaml(), encoding="utf-8")
@@ -115,7 +115,7 @@ def test_ranks_listen_on_the_loopback_interface_alone_and_do_not_run_what_strang
     seen: set[Listening] = set()
     attacked: set[Listening] = set()
     output_dir = tmp_path / "runs"
-    path = write_task(tmp_path, num_gpus=2, num_train_epochs=12)
+    path = write_task(tmp_path, num_gpus=2, num_train_epochs=6)
     with running("tune", path, "--output-dir", output_dir, "--quiet") as process:
         for found in watched(process):
             seen |= found

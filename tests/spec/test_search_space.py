@@ -12,7 +12,7 @@ from alto.errors import ConflictingKeysError, SpecError, UnknownKeyError, Unsupp
 from alto.spec import JobConfig, Task
 from alto.spec.auto_space import auto_space, usual_learning_rate
 from alto.spec.method import find_method
-from alto.spec.search_space import MAX_JOBS, SearchSpace
+from alto.spec.search_space import MAX_JOBS, Sampled, SearchSpace
 
 
 def expand(given, seed=42):
@@ -349,3 +349,27 @@ def test_what_a_search_may_suggest_is_checked_before_it_begins():
         Task(model="alto-tiny", dataset="rows.jsonl", search="tpe", search_space=space, **schedule)
     above = {"learning_rate": {"min": 2e-5, "max": 1e-3}, "r": [8, 16]}
     assert len(Task(model="alto-tiny", dataset="rows.jsonl", search="tpe", search_space=above, **schedule).jobs) > 1
+
+
+def test_a_grid_of_weights_is_counted_before_it_is_made() -> None:
+    weights = {f"source-{number}": list(range(1, 1000)) for number in range(30)}
+    with pytest.raises(SpecError, match="at most 10000 combinations of weights"):
+        SearchSpace.parse({"mixture_weights": weights})
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_a_range_has_no_more_values_than_there_are_numbers(log: bool) -> None:
+    space = SearchSpace.parse({"learning_rate": {"min": 1e-4, "max": math.nextafter(1e-4, 1), "log": log}})
+    assert space.num_distinct <= 2
+    assert len(space.sample(space.num_distinct, seed=0)) == space.num_distinct
+    with pytest.raises(SpecError, match="3 different configurations to draw"):
+        space.sample(3, seed=0)
+
+
+def test_configurations_of_a_pairing_are_drawn_from_values_that_are_drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers: list[float] = []
+    quantile = Sampled.quantile
+    monkeypatch.setattr(Sampled, "quantile", lambda self, share: numbers.append(share) or quantile(self, share))
+    pairing = {key: {"min": 1e-5, "max": 3e-3, "num": 500} for key in ("learning_rate", "weight_decay")}
+    SearchSpace.parse({"paired": pairing}).sample(100, seed=987654)
+    assert len(numbers) == 1000

@@ -14,7 +14,7 @@ __all__ = ["SLOW_KINDS", "examples", "load_budget", "reason_to_skip", "slowest_f
 
 SLOW_KINDS = {
     "benchmarks": "benchmarks at their smallest scale, and their gates",
-    "browser": "reports in a real browser",
+    "browser": "reports and the dashboard of a service in a real browser",
     "campaigns": "runs killed and resumed at many instants, damaged in every way, on disks that end",
     "kernels": "every kernel in Triton's interpreter over all shapes, and compiled for every GPU",
     "models": "architectures, mixtures and quantisations beyond one of each sort, and torch.compile",
@@ -24,7 +24,7 @@ SLOW_KINDS = {
 """Kinds of tests that only ``--all`` runs, the argument of the marker ``slow``; CONTRIBUTING.md lists them."""
 
 _QUICK_EXAMPLES = 10
-_FULL_EXAMPLES = 40
+_FULL_EXAMPLES = 25
 
 
 def load_budget(*, is_full: bool) -> None:

@@ -22,6 +22,7 @@ from alto.cli import (
     report,
     resume,
     run,
+    serve,
     show,
     simulate,
     tune,
@@ -37,7 +38,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-_FIRST, _RUNS, _QUEUES = "A task", "Runs and their adapters", "Many tasks"
+_FIRST, _RUNS, _QUEUES, _SERVICE = "A task", "Runs and their adapters", "Many tasks", "A service"
 
 app.command(rich_help_panel=_FIRST)(tune.tune)
 app.command(rich_help_panel=_FIRST)(preview.preview)
@@ -57,6 +58,8 @@ app.command(rich_help_panel=_QUEUES)(queue.submit)
 app.command(rich_help_panel=_QUEUES)(queue.cancel)
 app.command(rich_help_panel=_QUEUES)(queue.drain)
 app.command(rich_help_panel=_QUEUES)(simulate.simulate)
+app.command(rich_help_panel=_SERVICE)(serve.serve)
+app.add_typer(serve.keys, rich_help_panel=_SERVICE)
 
 
 def _show_version(wanted: bool) -> None:

@@ -2,36 +2,54 @@
 
 from alto.export.adapter import export_best, is_outdated
 from alto.export.comparison import comparison_table, write_comparison
+from alto.export.gantt import gantt_figure
+from alto.export.metrics import loss_unit
 from alto.export.notebook import result_html
+from alto.export.pages import page_environment, plotly_bundle
 from alto.export.plain import PlainView
 from alto.export.plan import plan_text, schedule_text
 from alto.export.preview import preview_text
 from alto.export.queue_report import write_queue_report
 from alto.export.queue_view import LiveQueueView, open_queue_view, queue_summary, task_list
-from alto.export.report import write_report
+from alto.export.report import report_page, write_report
+from alto.export.run_drawings import RunFigures, run_figures
 from alto.export.run_list import run_list
+from alto.export.tables import JobTable, job_table, run_notes
 from alto.export.terminal import LiveView, final_summary, open_view
 from alto.export.watch import watch_run
+from alto.export.wording import describe_task
 from alto.runs import RunHistory
 
 __all__ = [
+    "JobTable",
     "LiveQueueView",
     "LiveView",
     "PlainView",
+    "RunFigures",
     "RunHistory",
     "comparison_table",
+    "describe_task",
     "export_best",
     "final_summary",
+    "gantt_figure",
     "is_outdated",
+    "job_table",
+    "loss_unit",
     "open_queue_view",
     "open_view",
+    "page_environment",
     "plan_text",
+    "plotly_bundle",
     "preview_text",
     "queue_summary",
+    "report_page",
     "result_html",
+    "run_figures",
     "run_list",
+    "run_notes",
     "schedule_text",
     "task_list",
+    "timestamp",
     "watch_run",
     "write_comparison",
     "write_queue_report",

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from alto.export.metrics import format_metric, metric_name, short_metric
@@ -29,22 +29,27 @@ from alto.export.wording import (
 )
 from alto.runs import replace_file, write_error
 
-__all__ = ["render_fragment", "render_page", "timestamp", "write_page"]
+__all__ = ["page_environment", "plotly_bundle", "render_fragment", "render_page", "timestamp", "write_page"]
 
 
 def render_page(template: str, **context: Any) -> str:
     """A page of :mod:`alto.export`'s templates as HTML, which may hold plotly's bundle."""
-    return _environment().get_template(template).render(**context, plotly_js=Markup(_plotly_bundle()))
+    return page_environment().get_template(template).render(**context, plotly_js=Markup(plotly_bundle()))
 
 
 def render_fragment(template: str, **context: Any) -> str:
     """One of :mod:`alto.export`'s templates that is a part of a page, such as a notebook's, and runs no script."""
-    return _environment().get_template(template).render(**context)
+    return page_environment().get_template(template).render(**context)
 
 
-def _environment() -> Environment:
+def page_environment(*packages: str) -> Environment:
+    """Templates of ``packages``, then of :mod:`alto.export`; every text in them is escaped.
+
+    Args:
+        packages: Names of packages with a folder ``templates`` each.
+    """
     environment = Environment(
-        loader=PackageLoader("alto.export"),
+        loader=ChoiceLoader([PackageLoader(package) for package in (*packages, "alto.export")]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -95,7 +100,8 @@ def _finite(value: Any) -> Any:
     return "" if value is None or value != value or value in (float("inf"), float("-inf")) else value
 
 
-def _plotly_bundle() -> str:
+def plotly_bundle() -> str:
+    """The script of plotly.js."""
     # Importing plotly is slow, so only functions that write a page do it.
     from plotly.offline import get_plotlyjs
 

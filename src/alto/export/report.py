@@ -8,20 +8,10 @@ from typing import Any
 
 from alto.errors import RunError
 from alto.export.adapter import LABELS_NAME
-from alto.export.figures import (
-    TRAINING_LOSS,
-    VALIDATION_LOSS,
-    OccupancyFigure,
-    curve_data,
-    curve_figure,
-    metric_quantity,
-    occupancy_figure,
-)
 from alto.export.importance import MIN_JOBS, importance_of_settings
-from alto.export.metrics import describe_metrics, loss_unit, metric_meaning, metric_name
+from alto.export.metrics import describe_metrics, loss_unit
 from alto.export.pages import render_page, timestamp, write_page
-from alto.export.parallel import parallel_figure
-from alto.export.rates import rate_figure
+from alto.export.run_drawings import run_figures
 from alto.export.tables import job_table, run_notes
 from alto.export.winner import winner_commands, winner_yaml
 from alto.export.wording import (
@@ -39,7 +29,7 @@ from alto.runs.lead import lead_of_winner
 from alto.runs.progress import exit_totals, rung_costs, time_saved_s
 from alto.spec.outside import read_json
 
-__all__ = ["write_report"]
+__all__ = ["report_page", "write_report"]
 
 REPORT_NAME = "report.html"
 RUNGS = ("early_exit", "rungs")
@@ -67,11 +57,24 @@ def write_report(run_dir: str | Path, *, price: float | None = None) -> Path:
         RunWriteError: The disk is full or cannot be written.
     """
     run_dir = Path(run_dir)
-    history = read_history(run_dir)
+    return write_page(run_dir / REPORT_NAME, report_page(run_dir, read_history(run_dir), price=price))
+
+
+def report_page(run_dir: Path, history: RunHistory, *, price: float | None = None, shown_as: Path | None = None) -> str:
+    """The report of a run as HTML.
+
+    Args:
+        run_dir: Folder of the run.
+        history: Of the run.
+        price: As of :func:`write_report`.
+        shown_as: What the page calls the folder; None is the folder itself.
+
+    Raises:
+        RunError, SpecError: As of :func:`write_report`.
+    """
     of_task = None if history.started is None else history.started.gpu_hour_price
     hours = device_hours(history, price_of_hour(price, of_task))
-    page = render_report(history, run_dir, _evaluations(run_dir), hours)
-    return write_page(run_dir / REPORT_NAME, page)
+    return render_report(history, shown_as or run_dir, _evaluations(run_dir), hours)
 
 
 def render_report(history: RunHistory, run_dir: Path, evaluations: list[dict[str, Any]], hours: DeviceHours) -> str:
@@ -97,16 +100,9 @@ def _num_labels(path: Path) -> int | None:
 
 def _context(history: RunHistory, run_dir: Path) -> dict[str, Any]:
     table = job_table(history)
-    validation = curve_figure(history, table.rows, VALIDATION_LOSS)
-    train = curve_figure(history, table.rows, TRAINING_LOSS)
-    quantities = {name: metric_quantity(name) for name in table.metrics}
-    metrics = {name: curve_figure(history, table.rows, quantity) for name, quantity in quantities.items()}
-    parallel = parallel_figure(history)
-    rates = rate_figure(history, table.rows)
+    figures = run_figures(history, table)
     num_labels = _num_labels(run_dir / "best" / LABELS_NAME)
     winner = history.best if history.result is not None else None
-    slots = occupancy_figure(history, table.rows)
-    unit = loss_unit(history.method)
     return {
         "history": history,
         "table": table,
@@ -134,42 +130,18 @@ def _context(history: RunHistory, run_dir: Path) -> dict[str, Any]:
         ),
         "jobs_dir": str(run_dir / "jobs"),
         "written_at": timestamp(history.last_seen_at),
-        "loss_unit": unit,
+        "loss_unit": loss_unit(history.method),
         "best_metrics": describe_metrics(history.best.best_metrics, table.metrics) if history.best else "",
         "test_loss": history.best.best_test_loss if history.best else None,
         "lead": lead_of_winner(history),
-        "validation": validation,
-        "train": train,
-        "metric_sections": [
-            {
-                "id": f"metric-{index}",
-                "name": metric_name(name),
-                "meaning": metric_meaning(name),
-                "view": figure.view,
-            }
-            for index, (name, figure) in enumerate(metrics.items())
-        ],
-        "parallel": parallel,
-        "rates": rates,
-        "figures": {
-            "parallel": parallel,
-            "rates": rates,
-            "validation": curve_data(validation, f"validation loss, {unit}"),
-            "train": curve_data(train, f"smoothed training loss, {unit}"),
-            **{
-                f"metric-{index}": curve_data(metrics[name], metric_name(name), quantities[name].tick_format)
-                for index, name in enumerate(metrics)
-            },
-            "slots": _slots_data(slots),
-        },
-        # Rungs early in a run crowd all that happens into the left edge of a linear axis.
-        "opens_logarithmic": any(rung.progress <= 0.2 for rung in history.rung_settings),
+        "validation": figures.validation,
+        "train": figures.train,
+        "metric_sections": figures.metric_sections,
+        "parallel": figures.parallel,
+        "rates": figures.rates,
+        "figures": figures.data,
+        "opens_logarithmic": figures.opens_logarithmic,
     }
-
-
-def _slots_data(figure: OccupancyFigure) -> dict[str, Any]:
-    title = f"{figure.unit} since the start" + (", interruptions cut out" if figure.gaps else "")
-    return {"traces": figure.traces, "xTitle": title, "gaps": figure.gaps, "lanes": figure.lanes}
 
 
 def _evaluations(run_dir: Path) -> list[dict[str, Any]]:

@@ -24,6 +24,7 @@ __all__ = [
     "rung_costs",
     "share_done",
     "time_saved_s",
+    "trained_tokens",
 ]
 
 
@@ -157,6 +158,12 @@ def remaining_duration_s(
     if by_pace_s is None:
         by_pace_s = elapsed_s * (1.0 - weight) / weight
     return (1.0 - weight) * (1.0 - weight) * expected_s + weight * by_pace_s
+
+
+def trained_tokens(history: RunHistory) -> int | None:
+    """Tokens that all jobs have trained, by the mean of the training rows; None where the journal does not have it."""
+    row_tokens = _row_tokens(history)
+    return None if row_tokens is None else round(history.samples_trained * row_tokens)
 
 
 def _row_tokens(history: RunHistory) -> float | None:

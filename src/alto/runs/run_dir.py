@@ -13,6 +13,7 @@
         logs/                output and end of every executor that a queue started
         report.html
         run.lock             held by the process that works on the run
+        lease                number of the last permission to work on it, where a service gives them
 
 ``best.previous`` and ``last.previous`` are what the last committed checkpoint refers to while a newer one is written.
 """
@@ -51,7 +52,9 @@ class RunDir:
         self.control = root / "control"
         self.report_file = root / "report.html"
         self._lock_file = root / "run.lock"
+        self._lease_file = root / "lease"
         self._lock: LockFile | None = None
+        self._lease = ""
 
     @classmethod
     def create(cls, output_dir: str | Path, task: Task) -> RunDir:
@@ -116,6 +119,7 @@ class RunDir:
                 )
         outer, self._lock = self._lock, lock
         try:
+            self._lease = self._read_lease()
             yield
         finally:
             self._lock = outer
@@ -127,14 +131,37 @@ class RunDir:
         A lock file that was removed cannot be made again: another process may have worked on the run since.
 
         Raises:
-            RunBusyError: The lock file was removed or replaced.
+            RunBusyError: The lock file was removed or replaced, or the run was leased to another process since.
         """
+        if self._lock is not None and (found := self._read_lease()) != self._lease:
+            raise RunBusyError(
+                f"expected lease {self._lease or 'none'} of {self.root} as when this process began, found {found}: "
+                "another process was given the run; what was committed is intact, and this process ends"
+            )
         if self._lock is not None and not self._lock.is_held():
             raise RunBusyError(
                 f"expected {self._lock_file} as this process made it, found it removed or replaced, so another process "
                 f"may work on the run; what was committed is intact: leave the file alone, make sure that no "
                 f"process works on the run, then continue with: {resume_command(self.root)}"
             )
+
+    def lease(self, number: int) -> None:
+        """Let only processes that begin from now on work on the run: one that began before ends at its next write.
+
+        Args:
+            number: Larger than that of any lease before.
+
+        Raises:
+            RunWriteError: The folder cannot be written.
+        """
+        with writing(self.root, self._lease_file):
+            replace_file(self._lease_file, f"{number}\n")
+
+    def _read_lease(self) -> str:
+        try:
+            return self._lease_file.read_text("ascii").strip()
+        except FileNotFoundError:
+            return ""
 
     def is_locked(self) -> bool:
         """Whether a process works on the run."""

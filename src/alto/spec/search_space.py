@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import random
@@ -23,6 +24,9 @@ __all__ = ["MAX_JOBS", "Axis", "Sampled", "SearchSpace", "written"]
 
 MAX_JOBS = 10_000
 """A search space that expands to more jobs than this is refused."""
+
+_MOST_DRAWS = 1000
+"""Draws for each configuration that is wanted."""
 
 _OPEN = 8
 """Values that a range without ``num`` counts as, where the size of a search space decides how many are tried."""
@@ -54,18 +58,18 @@ class Sampled:
     @property
     def num_distinct(self) -> int:
         """Different values, at most :data:`MAX_JOBS`."""
-        return min(MAX_JOBS, int(self.max) - int(self.min) + 1) if self.is_integer else MAX_JOBS
+        if self.is_integer:
+            return min(MAX_JOBS, int(self.max) - int(self.min) + 1)
+        # Two ends may be so near that there are few numbers of double precision between them.
+        found = int((self.max - self.min) / math.ulp(self.max)) + 1
+        if self.log:
+            low, high = math.log(self.min), math.log(self.max)
+            found = min(found, int((high - low) / max(math.ulp(low), math.ulp(high))) + 1)
+        return min(MAX_JOBS, found)
 
     def draw(self, key: str, seed: int) -> tuple[float, ...]:
         """The values for ``key``; they depend on the key and the seed, not on what else the search space holds."""
-        source = random.Random(f"{seed}/{key}")
-        assert self.num is not None, "no values of a grid"
-        if not self.is_integer:
-            return tuple(self.quantile(source.random()) for _ in range(self.num))
-        distinct: dict[float, None] = {}
-        while len(distinct) < self.num:
-            distinct[self.quantile(source.random())] = None
-        return tuple(distinct)
+        return _drawn(self, key, seed)
 
     def quantile(self, share: float) -> float:
         """The value below which ``share`` of the distribution lies."""
@@ -82,6 +86,19 @@ class Sampled:
     def to_dict(self) -> dict[str, Any]:
         num = {} if self.num is None else {"num": self.num}
         return {"min": self.min, "max": self.max, "log": self.log, **num}
+
+
+@functools.lru_cache(maxsize=64)
+def _drawn(sampled: Sampled, key: str, seed: int) -> tuple[float, ...]:
+    """Of :meth:`Sampled.draw`; kept, as every configuration of a pairing asks for them."""
+    source = random.Random(f"{seed}/{key}")
+    assert sampled.num is not None, "no values of a grid"
+    if not sampled.is_integer:
+        return tuple(sampled.quantile(source.random()) for _ in range(sampled.num))
+    distinct: dict[float, None] = {}
+    while len(distinct) < sampled.num:
+        distinct[sampled.quantile(source.random())] = None
+    return tuple(distinct)
 
 
 def written(key: str, value: Any) -> Any:
@@ -226,6 +243,11 @@ class SearchSpace:
             drawn = self.at([source.random() for _ in self.groups], seed)
             found.setdefault(tuple(drawn.values()), drawn)
             number += 1
+            if number > _MOST_DRAWS * count:
+                raise SpecError(
+                    f"search_space should have {count} different configurations to draw, found {len(found)} in "
+                    f"{number} draws. Widen its ranges, or draw fewer."
+                )
         return list(found.values())
 
     def at(self, shares: Sequence[float], seed: int) -> dict[str, Any]:
@@ -327,7 +349,7 @@ def _values(key: str, value: object, path: str, method: Method) -> Any:
 def _axis(key: str, value: object, path: str, method: Method, *, may_repeat: bool = False) -> Axis:
     value = _values(key, value, path, method)
     if key == MIXTURE_WEIGHTS and isinstance(value, Mapping):
-        value = _weights_grid(value)
+        value = _weights_grid(value, path)
     is_mapping = key in MAPPING_FIELDS
     if isinstance(value, Mapping) and not is_mapping:
         return Axis(key=key, values=_sampled(key, value, path, method))
@@ -347,9 +369,13 @@ def _axis(key: str, value: object, path: str, method: Method, *, may_repeat: boo
     return Axis(key=key, values=values)
 
 
-def _weights_grid(value: Mapping[Any, Any]) -> list[dict[Any, Any]]:
+def _weights_grid(value: Mapping[Any, Any], path: str) -> list[dict[Any, Any]]:
     """All combinations of the weights of every source: each has one, or a list of them."""
     lists = [item if isinstance(item, list | tuple) else [item] for item in value.values()]
+    if (found := math.prod(map(len, lists))) > MAX_JOBS:
+        raise SpecError(
+            f"{path} should have at most {MAX_JOBS} combinations of weights, found {found}. Shorten some lists."
+        )
     return [dict(zip(value, weights, strict=True)) for weights in itertools.product(*lists)]
 
 

@@ -257,4 +257,4 @@ class SharingMachine(RuleBasedStateMachine):
 
 
 TestSharingMachine = SharingMachine.TestCase
-TestSharingMachine.settings = settings(max_examples=examples(80), stateful_step_count=30)
+TestSharingMachine.settings = settings(max_examples=examples(40), stateful_step_count=30)

@@ -1,6 +1,8 @@
 "use strict";
 (function () {
-  const figure = JSON.parse(document.getElementById("figure").textContent);
+  // A report holds its figure; the dashboard of a service brings it, and newer ones later: altoGantt.show.
+  const written = document.getElementById("figure");
+  let figure = written ? JSON.parse(written.textContent) : null;
   // plotly.js would offer a button that uploads the figure's data; a report never leaves the machine by itself.
   const config = {
     showSendToCloud: false, plotlyServerURL: "", displaylogo: false, responsive: true,
@@ -21,11 +23,13 @@
   }
 
   function draw() {
+    if (figure === null) return undefined;
     const lanes = figure.lanes.length;
     const axis = { gridcolor: colour("grid"), linecolor: colour("line"), tickcolor: colour("line"), zeroline: false };
     const axisTitle = figure.unit + " since the start" + (figure.gaps.length ? ", interruptions cut out" : "");
     const layout = {
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", hovermode: "closest", dragmode: "zoom",
+      uirevision: "kept", // what a reader zoomed into stays so when a newer figure is shown
       font: { family: "system-ui, -apple-system, Segoe UI, Roboto, sans-serif", size: 13, color: colour("soft") },
       hoverlabel: { bgcolor: colour("panel"), bordercolor: colour("line"), font: { color: colour("ink") }, align: "left" },
       modebar: { bgcolor: "rgba(0,0,0,0)", color: colour("pending"), activecolor: colour("soft") },
@@ -63,9 +67,13 @@
     return Plotly.react("gantt", traces, layout, config);
   }
 
-  if (figure !== null) {
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
-    addEventListener("resize", draw);
-    draw();
-  }
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+  addEventListener("resize", draw);
+  window.altoGantt = {
+    show: (found) => {
+      figure = found;
+      draw();
+    },
+  };
+  draw();
 })();

@@ -1,15 +1,15 @@
 // What all pages share: buttons that copy, and hints at columns that a narrow window hides.
 (function () {
-  document.querySelectorAll("[data-copy]").forEach((button) => {
-    button.addEventListener("click", () => {
-      const range = document.createRange();
-      range.selectNodeContents(document.getElementById(button.dataset.copy));
-      const selection = getSelection();
-      selection.removeAllRanges();
-      selection.addRange(range);
-      // Works in pages that are files, too, where a browser may refuse its newer interface.
-      button.textContent = document.execCommand("copy") ? "Copied" : "Selected: press Ctrl-C";
-    });
+  document.addEventListener("click", ({ target }) => {
+    const button = target.closest("[data-copy]");
+    if (!button) return;
+    const range = document.createRange();
+    range.selectNodeContents(document.getElementById(button.dataset.copy));
+    const selection = getSelection();
+    selection.removeAllRanges();
+    selection.addRange(range);
+    // Works in pages that are files, too, where a browser may refuse its newer interface.
+    button.textContent = document.execCommand("copy") ? "Copied" : "Selected: press Ctrl-C";
   });
 
   function hintAtHiddenColumns() {
@@ -19,10 +19,10 @@
       if (hint === null || !hint.classList.contains("hint")) {
         hint = document.createElement("p");
         hint.className = "hint";
-        const what = box.querySelector("table") ? "Some columns are" : "A part of the figure is";
-        hint.textContent = what + " hidden: scroll sideways →";
         box.before(hint);
       }
+      const what = box.querySelector("table") ? "Some columns are" : "A part of the figure is";
+      hint.textContent = what + " hidden: scroll sideways →";
       hint.hidden = !isCut;
     });
   }

@@ -1,7 +1,8 @@
 "use strict";
 (function () {
-  const figures = JSON.parse(document.getElementById("figures").textContent);
-  const curveFigures = Array.from(document.querySelectorAll(".figure[data-curves]"), (element) => element.id);
+  // A report holds its figures; the dashboard of a service brings them, and newer ones later: altoFigures.show.
+  const written = document.getElementById("figures");
+  let figures = written ? JSON.parse(written.textContent) : {};
   // plotly.js would offer a button that uploads the figure's data; a report never leaves the machine by itself.
   const config = {
     showSendToCloud: false, plotlyServerURL: "", displaylogo: false, responsive: true,
@@ -11,7 +12,7 @@
   // Colour is never the only sign: outcomes differ in dash and marker too.
   const dashes = { overfitting: "dash", diverging: "dot", stopped: "dashdot", failed: "dashdot" };
   const symbols = { second: "diamond", overfitting: "diamond", diverging: "x", stopped: "square", failed: "cross" };
-  let scale = document.querySelector("[data-scale][aria-pressed=true]").dataset.scale;
+  let scale = document.querySelector("[data-scale][aria-pressed=true]")?.dataset.scale;
   let mode = 0;
 
   const colour = (role) => {
@@ -23,6 +24,8 @@
     const axis = { gridcolor: colour("grid"), linecolor: colour("line"), tickcolor: colour("line"), zeroline: false };
     return {
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", hovermode: "closest", dragmode: "zoom",
+      // What a reader zoomed into or hid stays so when newer figures are shown.
+      uirevision: scale,
       font: { family: "system-ui, -apple-system, Segoe UI, Roboto, sans-serif", size: 13, color: colour("soft") },
       hoverlabel: { bgcolor: colour("panel"), bordercolor: colour("line"), font: { color: colour("ink") }, align: "left" },
       modebar: { bgcolor: "rgba(0,0,0,0)", color: colour("pending"), activecolor: colour("soft") },
@@ -36,6 +39,7 @@
     const widths = { best: 3.5, first: 2.5, second: 2.5, completed: 1.6, underperforming: 1 };
     const sizes = { best: 7, underperforming: 4 };
     return Object.assign({}, trace, {
+      uid: trace.text,
       line: { color: colour(role), width: widths[role] || 1.4, dash: dashes[role] || "solid" },
       marker: { color: colour(role), size: sizes[role] || 5, symbol: symbols[role] || "circle" },
       textfont: { color: colour("soft"), size: 12 },
@@ -48,8 +52,9 @@
     return Plotly.react(id, traces, layout, settings);
   }
 
-  function drawCurves(id) {
+  function drawCurves({ id }) {
     const figure = figures[id];
+    if (!figure || !figure.view) return undefined;
     // Labels of rungs stand above the plot area, where no curve runs; those of neighbours on three heights.
     const heights = Math.min(3, figure.rungs.length);
     const layout = Object.assign(baseLayout(), { height: 470 + 18 * heights, margin: { l: 64, r: 32, t: 48 + 18 * heights, b: 52 } });
@@ -87,8 +92,8 @@
   }
 
   function drawParallel() {
-    if (!document.getElementById("parallel")) return undefined;
     const figure = figures.parallel;
+    if (!figure || !document.getElementById("parallel")) return undefined;
     const last = figure.axes.length - 1;
     const top = Math.max(1, ...figure.axes[last].ticks.map(([height]) => height));
     const layout = Object.assign(baseLayout(), { height: 470, margin: { l: 84, r: 104, t: 76, b: 24 }, dragmode: false });
@@ -117,8 +122,8 @@
   }
 
   function drawRates() {
-    if (!document.getElementById("rates")) return undefined;
     const figure = figures.rates;
+    if (!figure || !document.getElementById("rates")) return undefined;
     const layout = Object.assign(baseLayout(), { height: 430, margin: { l: 64, r: 32, t: 48, b: 56 } });
     const ticks = figure.xTicks.length ? { tickvals: figure.xTicks.map(([x]) => x), ticktext: figure.xTicks.map(([, text]) => text) } : { tickformat: "~e" };
     Object.assign(layout.xaxis, { type: "log", title: { text: "learning rate", standoff: 12 } }, ticks);
@@ -137,8 +142,8 @@
   }
 
   function drawSlots() {
-    if (!document.getElementById("slots")) return undefined;
     const figure = figures.slots;
+    if (!figure || !document.getElementById("slots")) return undefined;
     const rows = Math.max(1, figure.lanes.length);
     const layout = Object.assign(baseLayout(), {
       height: Math.min(900, 136 + rows * 34), margin: { l: figure.lanes.some((lane) => lane.startsWith("rank")) ? 104 : 64, r: 32, t: 56, b: 52 }, barmode: "overlay", bargap: 0.18,
@@ -163,8 +168,10 @@
     return show("slots", traces, layout, config);
   }
 
+  const drawAllCurves = () => document.querySelectorAll(".figure[data-curves]").forEach(drawCurves);
+
   function draw() {
-    curveFigures.forEach(drawCurves);
+    drawAllCurves();
     drawParallel();
     drawRates();
     drawSlots();
@@ -174,7 +181,7 @@
     button.addEventListener("click", () => {
       scale = button.dataset.scale;
       document.querySelectorAll("[data-scale]").forEach((other) => other.setAttribute("aria-pressed", String(other === button)));
-      curveFigures.forEach(drawCurves);
+      drawAllCurves();
     });
   });
 
@@ -208,10 +215,19 @@
     table.tBodies[0].append(...rows);
   }
 
-  document.querySelectorAll("th[aria-sort] button").forEach((button) => {
-    button.addEventListener("click", () => sortBy(button.closest("th")));
+  // Tables of the dashboard are replaced while it is open.
+  document.addEventListener("click", ({ target }) => {
+    const heading = target.closest("th[aria-sort]");
+    if (heading && target.closest("button")) sortBy(heading);
   });
 
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+  window.altoFigures = {
+    show: (found) => {
+      figures = found;
+      draw();
+    },
+    sortBy: sortBy,
+  };
   draw();
 })();

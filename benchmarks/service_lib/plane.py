@@ -1,0 +1,38 @@
+"""The control plane of a service on simulated executors."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from alto.cluster import Cluster
+from alto.engine.control_plane import ControlPlane, opened_control_plane
+from alto.engine.queue_setup import QueueSetup
+from alto.service.control import control_folder
+from alto.service.coordinator.coordinator import OpenPlane
+
+__all__ = ["simulated_plane"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Setup(QueueSetup):
+    """Runs on a given cluster."""
+
+    given: Cluster
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[Cluster]:
+        with contextlib.closing(self.given):
+            yield self.given
+
+
+def simulated_plane(root: Path, new_cluster: Callable[[], Cluster]) -> OpenPlane:
+    """Opens a control plane on a new simulated cluster; ``root`` is the service's data folder."""
+
+    def opened(epoch: int) -> contextlib.AbstractContextManager[ControlPlane]:
+        setup = _Setup(strategy="single", cluster="simulated", total_gpus=None, quotas={}, given=new_cluster())
+        return opened_control_plane(setup, control_folder(root, epoch), method="lpt")
+
+    return opened

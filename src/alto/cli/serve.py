@@ -1,0 +1,195 @@
+"""``alto serve`` and ``alto keys``."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from alto.cli.output import print_json
+from alto.errors import SpecError, UnsupportedError
+
+if TYPE_CHECKING:
+    from alto.service.settings import ServiceSettings
+    from alto.service.store import Store
+    from alto.service.store.tables import KeyRow
+
+__all__ = ["keys", "serve"]
+
+keys = typer.Typer(name="keys", help="Keys of a service's users.", no_args_is_help=True)
+
+SettingsFile = Annotated[
+    str | None, typer.Option("--settings", metavar="FILE", help="YAML file of settings (docs/service.md).")
+]
+DataDir = Annotated[str | None, typer.Option("--data-dir", help="Folder of runs, files and the database.")]
+Database = Annotated[
+    str | None, typer.Option("--database", help="Address of the database, such as postgresql+psycopg://….")
+]
+
+_DURATION = re.compile(r"(\d+)([hd])")
+_SECONDS = {"h": 3600, "d": 24 * 3600}
+
+
+def serve(
+    settings: SettingsFile = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on; beyond this machine it needs keys.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one.")] = None,
+    data_dir: DataDir = None,
+    database: Database = None,
+    model: Annotated[
+        list[str] | None, typer.Option("--model", metavar="NAME=MODEL", help="Offer a base model; repeatable.")
+    ] = None,
+    hub_models: Annotated[bool | None, typer.Option(help="Let requests name any model of the hub.")] = None,
+    cluster: Annotated[str | None, typer.Option(help="What tasks run on, as of alto run.")] = None,
+    total_gpus: Annotated[int | None, typer.Option(help="GPUs, or CPU slots, to use at most.")] = None,
+) -> None:
+    """Tune for many users: OpenAI's fine-tuning API, an API of ALTO's own, and a dashboard."""
+    with _service_installed():
+        from alto.service.serve import serve as run
+        from alto.service.settings import load_settings
+    options: dict[str, Any] = {
+        "host": host,
+        "port": port,
+        "data_dir": data_dir,
+        "database": database,
+        "hub_models": hub_models,
+        "cluster": cluster,
+        "total_gpus": total_gpus,
+        "models": _models(model) if model else None,
+    }
+    found = load_settings(settings, {key: value for key, value in options.items() if value is not None})
+    run(found, on_ready=lambda url: typer.echo(f"ALTO answers at {url} (OpenAI's API under {url}/v1)"))
+
+
+@keys.command("create")
+def create(
+    tenant: Annotated[str, typer.Argument(help="Whose files, tasks and models the key opens; made if it is new.")],
+    name: Annotated[str | None, typer.Option(help="What the key is for.")] = None,
+    scopes: Annotated[str, typer.Option(help="read, write and chat, separated by commas.")] = "read,write,chat",
+    expires: Annotated[
+        str | None, typer.Option(metavar="DURATION", help="Such as 12h or 90d; never if absent.")
+    ] = None,
+    max_gpus: Annotated[int | None, typer.Option(min=1, help="GPUs of the tenant at a time.")] = None,
+    max_tasks: Annotated[int | None, typer.Option(min=1, help="Open tasks of the tenant.")] = None,
+    max_bytes: Annotated[int | None, typer.Option(min=1, help="Bytes of the tenant's files.")] = None,
+    requests_per_s: Annotated[float | None, typer.Option(min=0.001, help="Requests of the tenant a second.")] = None,
+    share_executors: Annotated[
+        bool | None, typer.Option(help="Train the tenant's tasks beside those of others that allow it too.")
+    ] = None,
+    settings: SettingsFile = None,
+    data_dir: DataDir = None,
+    database: Database = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Make a key and print its secret, which is not kept; limits are set for its tenant."""
+    from alto.service.access import create_key, create_tenant
+
+    limits = {
+        "max_gpus": max_gpus,
+        "max_tasks": max_tasks,
+        "max_bytes": max_bytes,
+        "requests_per_s": requests_per_s,
+        "shares_executors": share_executors,
+    }
+    expires_at = None if expires is None else int(time.time()) + _duration_s(expires)
+    with _opened(settings, data_dir, database) as store, store.writing() as session:
+        create_tenant(session, tenant, {key: value for key, value in limits.items() if value is not None})
+        wanted = [scope.strip() for scope in scopes.split(",") if scope.strip()]
+        row, secret = create_key(session, tenant, name=name or "", scopes=wanted, expires_at=expires_at)
+    if as_json:
+        print_json({"id": row.id, "tenant": tenant, "secret": secret, "expires_at": expires_at})
+    else:
+        typer.echo(f"{row.id} of {tenant}. Its secret is shown once:\n{secret}")
+
+
+@keys.command("list")
+def list_(
+    tenant: Annotated[str | None, typer.Option(help="Of this tenant alone.")] = None,
+    settings: SettingsFile = None,
+    data_dir: DataDir = None,
+    database: Database = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List keys, without their secrets."""
+    from alto.service.access import list_keys
+
+    with _opened(settings, data_dir, database) as store, store.reading() as session:
+        rows = list_keys(session, tenant)
+    if as_json:
+        print_json({"keys": [_facts_of(row) for row in rows]})
+        return
+    for row in rows:
+        until = "" if row.expires_at is None else time.strftime(" until %Y-%m-%d", time.gmtime(row.expires_at))
+        typer.echo(f"{row.id}  {row.tenant}  {_state_of(row)}{until}  {','.join(row.scopes)}  {row.name}")
+
+
+@keys.command("revoke")
+def revoke(
+    key: Annotated[str, typer.Argument(help="Id of the key.")],
+    settings: SettingsFile = None,
+    data_dir: DataDir = None,
+    database: Database = None,
+) -> None:
+    """Let a key count no more, from its next request on."""
+    from alto.service.access import revoke_key
+
+    with _opened(settings, data_dir, database) as store, store.writing() as session:
+        row = revoke_key(session, key)
+    typer.echo(f"{row.id} of {row.tenant} counts no more.")
+
+
+@contextmanager
+def _service_installed() -> Iterator[None]:
+    try:
+        yield
+    except ImportError as error:
+        raise UnsupportedError(
+            f"service: expected the packages of the extra 'service', found that {error.name} is not installed; install "
+            "them with: pip install 'alto-lora[service]'"
+        ) from error
+
+
+@contextmanager
+def _opened(settings: str | None, data_dir: str | None, database: str | None) -> Iterator[Store]:
+    """The database of a service, migrated."""
+    with _service_installed():
+        from alto.service.database import opened_store
+        from alto.service.settings import load_settings
+    options = {"data_dir": data_dir, "database": database}
+    found: ServiceSettings = load_settings(
+        settings, {key: value for key, value in options.items() if value is not None}
+    )
+    with opened_store(found) as store:
+        yield store
+
+
+def _facts_of(row: KeyRow) -> dict[str, Any]:
+    names = ("id", "tenant", "name", "scopes", "created_at", "expires_at")
+    return {name: getattr(row, name) for name in names} | {"state": _state_of(row)}
+
+
+def _state_of(row: KeyRow) -> str:
+    if row.revoked_at is not None:
+        return "revoked"
+    return "expired" if row.expires_at is not None and row.expires_at <= time.time() else "valid"
+
+
+def _models(given: list[str]) -> dict[str, str]:
+    found = {}
+    for each in given:
+        name, equals, model = each.partition("=")
+        if not name or (equals and not model):
+            raise SpecError(f"--model: expected NAME=MODEL, found {each!r}; write for example --model tiny=alto-tiny")
+        found[name] = model or name
+    return found
+
+
+def _duration_s(text: str) -> int:
+    found = _DURATION.fullmatch(text)
+    if found is None:
+        raise SpecError(f"--expires: expected hours or days such as 12h or 90d, found {text!r}; correct it")
+    return int(found[1]) * _SECONDS[found[2]]

@@ -1,0 +1,219 @@
+"""Run folders on a cluster, for a caller who keeps a durable list of them: the service."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from alto.cluster import Cluster, Controller, GuardedSolver, TaskRun, TaskStatus
+from alto.data import read_task_rows
+from alto.engine.estimates import base_key
+from alto.engine.queue_setup import QueueSetup
+from alto.engine.runner import portable
+from alto.engine.work import TRAIN
+from alto.records import TaskEstimate
+from alto.runs import Action, Answer, Journal, RunDir
+from alto.runs.events import QueueResumed, QueueStarted
+from alto.scheduler.queue import Queue, QueueSettings, TaskState
+from alto.spec import Task
+
+__all__ = ["ControlPlane", "OrderState", "RunOrder", "checked_task", "opened_control_plane"]
+
+REPLAN_S = 1.0
+REPLAN_GAP = 0.01
+
+MAX_PLANNED = 32
+"""Where more runs than this wait, each plan is only of those that start now: GPUs do not wait for a solver."""
+
+UNKNOWN_DURATION_S = 3600.0
+"""Estimated duration of a task that was never measured; it is updated from the task's own pace once it trains."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOrder:
+    """A run to be trained.
+
+    Attributes:
+        name: Unique among all orders that the control plane ever had.
+        run_dir: Folder of the run, made already.
+        task: The task in it.
+        tenant: Whose GPUs it counts against.
+        priority: Higher goes first.
+        shares_with: Runs with the same text may share a process, where they have the same base model.
+    """
+
+    name: str
+    run_dir: Path
+    task: Task
+    tenant: str = ""
+    priority: int = 0
+    shares_with: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OrderState:
+    """An order as it is now.
+
+    Attributes:
+        outcome: ``finished``, ``failed`` or ``stopped``; None while something is still to be done.
+        is_running: Whether an executor works on it.
+        remaining_s: Estimated seconds of training that are left.
+        reason: Why it failed.
+    """
+
+    outcome: Literal["finished", "failed", "stopped"] | None
+    is_running: bool
+    remaining_s: float
+    reason: str
+
+
+def checked_task(task: Task) -> Task:
+    """``task`` with absolute paths, so that any process can train it; its rows were read, and are not bad.
+
+    Raises:
+        AltoError: What is wrong with its rows.
+    """
+    found = portable(task)
+    read_task_rows(found)
+    return found
+
+
+class ControlPlane:
+    """Trains the runs that it is given, in the order of their priority; errors of all methods as of the controller.
+
+    Args:
+        setup: Where and how runs are trained.
+        cluster: Opened.
+        controller: Started.
+        quotas: The most GPUs of a tenant, as the controller's queue reads it.
+    """
+
+    def __init__(self, setup: QueueSetup, cluster: Cluster, controller: Controller, quotas: dict[str, int]) -> None:
+        self._setup = setup
+        self._cluster = cluster
+        self._controller = controller
+        self._quotas = quotas
+
+    def check(self, task: Task) -> None:
+        """Check that the cluster can train ``task`` at some time.
+
+        Raises:
+            SpecError: It asks for more GPUs than there are.
+        """
+        self._setup.check([task], self._cluster)
+
+    def estimate(self, task: Task) -> TaskEstimate | None:
+        """What such a task was measured to take here; None where it never was."""
+        return self._setup.known_estimate(task, self._cluster)
+
+    def submit(self, order: RunOrder) -> None:
+        """Have a run trained as soon as it is its turn; an earlier attempt in its folder is resumed.
+
+        Raises:
+            SpecError: The name is taken, or the cluster can never provide the GPUs.
+            QueueCommandError: It is drained.
+        """
+        estimate = self.estimate(order.task) or TaskEstimate(duration_s=UNKNOWN_DURATION_S)
+        if estimate.sharing is not None:
+            sharing = replace(estimate.sharing, base=f"{estimate.sharing.base} {order.shares_with}")
+            estimate = replace(estimate, sharing=sharing)
+        run = TaskRun(
+            task=order.name,
+            run_dir=str(order.run_dir),
+            entry=TRAIN,
+            num_gpus=order.task.num_gpus,
+            estimate=estimate,
+            is_parallel=self._setup.is_parallel,
+            trust_remote_code=order.task.needs_trust,
+            base=f"{base_key(order.task)} {order.shares_with}",
+        )
+        self._controller.submit(run, tenant=order.tenant, priority=order.priority)
+
+    def cancel(self, name: str) -> None:
+        """Take a run from the queue, or let its executor save and end; returns at once.
+
+        Raises:
+            QueueCommandError: There is no such run, or it has ended.
+        """
+        self._controller.cancel(name)
+
+    def job_command(
+        self, name: str, action: Action, job: str, *, changes: Mapping[str, Any] | None, warm: bool, timeout_s: float
+    ) -> Answer | None:
+        """Stop, resume or clone a job of a run that has not ended; as :meth:`alto.cluster.Controller.job_command`."""
+        return self._controller.job_command(name, action, job, changes=changes, warm=warm, timeout_s=timeout_s)
+
+    def limit(self, tenant: str, max_gpus: int | None) -> None:
+        """Set the most GPUs that the runs of ``tenant`` have at a time; None sets no limit."""
+
+        def change() -> None:
+            if max_gpus is None:
+                self._quotas.pop(tenant, None)
+            else:
+                self._quotas[tenant] = max_gpus
+
+        self._controller.call(change)
+
+    def states(self) -> dict[str, OrderState]:
+        """All orders as they are now, by name."""
+        return {name: _state_of(task) for name, task in self._controller.status().tasks.items()}
+
+    def num_gpus(self) -> tuple[int, int]:
+        """GPUs, or CPU slots, that executors have, and all of them."""
+        status = self._controller.status()
+        used = {gpu for task in status.tasks.values() if not task.has_ended for gpu in task.gpus}
+        return len(used), sum(len(node.gpus) for node in status.nodes)
+
+    def drain(self) -> None:
+        """Let running executors save and end, start no others, and wait until none runs."""
+        self._controller.drain()
+
+
+@contextlib.contextmanager
+def opened_control_plane(setup: QueueSetup, root: Path, *, method: str = "cp-sat") -> Iterator[ControlPlane]:
+    """A control plane until the block is left; what runs then is killed, and can be resumed.
+
+    Args:
+        setup: Where and how runs are trained.
+        root: Folder of its journal and its lock.
+        method: Scheduling method.
+
+    Raises:
+        RunBusyError: Another process has the folder.
+        AltoError: The cluster cannot be opened.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    folder, quotas = RunDir(root), dict(setup.quotas)
+    with (
+        folder.locked(),
+        setup.opened() as cluster,
+        GuardedSolver(method, time_limit_s=REPLAN_S, gap=REPLAN_GAP) as solve,
+        Journal(folder.journal_file, check=folder.check_lock) as journal,
+    ):
+        settings = QueueSettings(quotas=quotas, max_planned=MAX_PLANNED)
+        scheduling = Queue(nodes=tuple(cluster.nodes), settings=settings, solve=solve)
+        if journal.past:
+            journal.append(QueueResumed(done=(), notes=()))
+        else:
+            devices = "gpus" if cluster.has_gpus else "cpu slots"
+            journal.append(QueueStarted(method=method, devices=devices, nodes=tuple(cluster.nodes), tasks=()))
+        with Controller(cluster, scheduling, journal) as controller:
+            controller.start()
+            yield ControlPlane(setup, cluster, controller, quotas)
+
+
+def _state_of(task: TaskStatus) -> OrderState:
+    outcomes: dict[TaskState, Literal["finished", "failed", "stopped"]] = {
+        TaskState.FINISHED: "finished",
+        TaskState.FAILED: "failed",
+        TaskState.STOPPED: "stopped",
+    }
+    return OrderState(
+        outcome=outcomes.get(task.state),
+        is_running=task.state in (TaskState.STARTING, TaskState.RUNNING),
+        remaining_s=task.expected_s * (1.0 - task.share_done),
+        reason=task.reason,
+    )

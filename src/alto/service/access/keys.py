@@ -1,0 +1,157 @@
+"""Bearer keys and the tenants that they belong to."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import or_, select
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import Session
+
+from alto.errors import ServiceError
+from alto.service.ids import new_id, now
+from alto.service.store.tables import KeyRow, Tenant
+
+__all__ = [
+    "DEFAULT_TENANT",
+    "SCOPES",
+    "Caller",
+    "caller_of",
+    "create_key",
+    "create_tenant",
+    "has_keys",
+    "list_keys",
+    "revoke_key",
+]
+
+SCOPES = ("read", "write", "chat")
+"""``read`` sees files, jobs and models; ``write`` creates, changes and deletes them; ``chat`` talks to models."""
+
+DEFAULT_TENANT = "default"
+
+_PREFIX = "alto-"
+_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """Whose request it is, and what it may do.
+
+    Attributes:
+        tenant: Name of the tenant.
+        scopes: Of its key.
+        key: Id of the key; empty where the service needs none.
+        requests_per_s: The tenant's own limit; None where it has none.
+    """
+
+    tenant: str
+    scopes: frozenset[str]
+    key: str = ""
+    requests_per_s: float | None = None
+
+
+def create_tenant(session: Session, name: str, limits: Mapping[str, Any] | None = None) -> Tenant:
+    """The tenant of that name, made where it is not there; ``limits`` replace those that it has.
+
+    Raises:
+        ServiceError: The name is not one.
+    """
+    if _NAME.fullmatch(name) is None:
+        raise ServiceError(
+            f"tenant: expected at most 64 lower-case letters, digits, '-' and '_', the first a letter or digit, found "
+            f"{name[:80]!r}; choose another name"
+        )
+    tenant = session.get(Tenant, name)
+    if tenant is None:
+        tenant = Tenant(name=name, created_at=now(), shares_executors=False)
+        try:
+            with session.begin_nested():
+                session.add(tenant)
+        except IntegrityError:  # made by another process meanwhile
+            found = session.get(Tenant, name, populate_existing=True)
+            assert found is not None
+            tenant = found
+    for key, value in (limits or {}).items():
+        setattr(tenant, key, value)
+    return tenant
+
+
+def create_key(
+    session: Session, tenant: str, *, name: str = "", scopes: Collection[str] = SCOPES, expires_at: int | None = None
+) -> tuple[KeyRow, str]:
+    """A new key of a tenant, and its secret, which is not kept and cannot be shown again.
+
+    Raises:
+        ServiceError: The tenant's name, or a scope, is not one.
+    """
+    unknown = sorted(set(scopes).difference(SCOPES))
+    if unknown or not scopes:
+        raise ServiceError(
+            f"scopes: expected one or more of {', '.join(SCOPES)}, found {', '.join(unknown) or 'none'}; correct them"
+        )
+    create_tenant(session, tenant)
+    secret = _PREFIX + secrets.token_urlsafe(32)
+    row = KeyRow(
+        id=new_id("key"),
+        tenant=tenant,
+        name=name[:100],
+        secret_hash=_hash(secret),
+        scopes=[scope for scope in SCOPES if scope in scopes],
+        created_at=now(),
+        expires_at=expires_at,
+    )
+    session.add(row)
+    return row, secret
+
+
+def list_keys(session: Session, tenant: str | None = None) -> list[KeyRow]:
+    """All keys, or those of a tenant, oldest first."""
+    statement = select(KeyRow).order_by(KeyRow.created_at, KeyRow.id)
+    return list(session.scalars(statement if tenant is None else statement.where(KeyRow.tenant == tenant)))
+
+
+def revoke_key(session: Session, key: str) -> KeyRow:
+    """Let a key count no more.
+
+    Raises:
+        ServiceError: There is no such key.
+    """
+    row = session.get(KeyRow, key)
+    if row is None:
+        raise ServiceError(f"key: expected the id of a key, found {key[:80]!r}; list them with: alto keys list")
+    row.revoked_at = row.revoked_at or now()
+    return row
+
+
+def has_keys(session: Session) -> bool:
+    """Whether requests need keys: one was ever made. Revoked and expired ones count, so that nothing is opened by the
+    end of the last one."""
+    return session.scalar(select(KeyRow.id).limit(1)) is not None
+
+
+def caller_of(session: Session, secret: str) -> Caller | None:
+    """Who has a key; None where it is not known, expired or revoked."""
+    at = now()
+    found = session.execute(
+        select(KeyRow, Tenant)
+        .join(Tenant, Tenant.name == KeyRow.tenant)
+        .where(
+            KeyRow.secret_hash == _hash(secret),
+            KeyRow.revoked_at.is_(None),
+            or_(KeyRow.expires_at.is_(None), KeyRow.expires_at > at),
+        )
+    ).first()
+    if found is None:
+        return None
+    key, tenant = found
+    return Caller(tenant=tenant.name, scopes=frozenset(key.scopes), key=key.id, requests_per_s=tenant.requests_per_s)
+
+
+def _hash(secret: str) -> str:
+    # Secrets are 256 random bits: a slow hash protects passwords, and is not needed here.
+    return hashlib.sha256(secret.encode()).hexdigest()

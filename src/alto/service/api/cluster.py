@@ -1,0 +1,94 @@
+"""``/api/cluster``: machines, the schedule and what became of it, utilisation. Tasks of other tenants have no names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from sqlalchemy import func, select
+
+from alto.records import Gpu, Placement
+from alto.runs import QueueHistory
+from alto.runs.queue_history import TaskHistory
+from alto.service.context import Service, ServiceOf
+from alto.service.control import newest_journal
+from alto.service.store.jobs import OPEN
+from alto.service.store.tables import JobRow
+from alto.service.web.access import Reader
+
+__all__ = ["ClusterView", "router"]
+
+_MOST_TASKS = 200
+
+router = APIRouter(prefix="/cluster")
+
+
+class ClusterView:
+    """The control plane's journal, as a tenant may see it.
+
+    Args:
+        history: Of the control plane.
+        tenant: Who looks.
+    """
+
+    def __init__(self, history: QueueHistory, tenant: str) -> None:
+        self.history = history
+        self._tenant = tenant
+        lately = list(history.tasks.values())[-_MOST_TASKS:]
+        self._numbers = {task.task: number for number, task in enumerate(history.tasks.values(), 1)}
+        self.tasks: list[TaskHistory] = lately
+
+    @classmethod
+    def read(cls, service: Service, tenant: str) -> ClusterView:
+        """The view as it is now; empty before a server has led."""
+        journal = newest_journal(service.settings.root)
+        return cls(QueueHistory() if journal is None else QueueHistory.read(journal), tenant)
+
+    def shown_name(self, task: str) -> str:
+        """The task's own id where it is the tenant's; else a number."""
+        found = self.history.tasks.get(task)
+        if found is not None and found.tenant == self._tenant:
+            return task.partition(".")[0]
+        return f"another tenant's task {self._numbers.get(task, 0)}"
+
+    def planned(self) -> list[Placement]:
+        """Where the first plan with each task has placed it."""
+        return [task.first_plan for task in self.tasks if task.first_plan is not None]
+
+    def actual(self) -> list[Placement]:
+        """What executors had, in seconds since the control plane began."""
+        shown = {task.task for task in self.tasks}
+        return [place for place in self.history.actual_placements() if place.task in shown]
+
+
+@router.get("")
+def get(service: ServiceOf, caller: Reader) -> dict[str, Any]:
+    """Machines, waiting and running tasks, planned and actual placements, and the share of GPU time that was used."""
+    view = ClusterView.read(service, caller.tenant)
+    with service.store.reading() as session:
+        counts = session.execute(
+            select(JobRow.status, func.count()).where(JobRow.status.in_(OPEN)).group_by(JobRow.status)
+        )
+        waiting = {row[0]: row[1] for row in counts}
+    history = view.history
+    return {
+        "devices": "gpus" if history.has_gpus else "cpu slots",
+        "nodes": [{"name": node.name, "gpus": len(node.gpus)} for node in history.nodes],
+        "open_tasks": waiting,
+        "utilisation": round(history.utilisation(), 4),
+        "planned": [_placement(view, place) for place in view.planned()],
+        "actual": [_placement(view, place) for place in view.actual()],
+    }
+
+
+def _placement(view: ClusterView, place: Placement) -> dict[str, Any]:
+    return {
+        "task": view.shown_name(place.task),
+        "gpus": [_gpu(gpu) for gpu in place.gpus],
+        "start_s": round(place.start_s, 3),
+        "duration_s": round(place.duration_s, 3),
+    }
+
+
+def _gpu(gpu: Gpu) -> dict[str, Any]:
+    return {"node": gpu.node, "index": gpu.index}

@@ -1,0 +1,126 @@
+"""``/api/drafts``: what a request for a task would do, before it is sent."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+
+from alto.engine import Engine
+from alto.errors import AltoError
+from alto.records.data import PreviewExample, Segments
+from alto.service.access import Caller
+from alto.service.context import Service, ServiceOf
+from alto.service.errors import refused
+from alto.service.openai.files import artefact_of, find_file
+from alto.service.openai.jobs import JobRequest, check_usable, draft_of
+from alto.service.openai.translation import build
+from alto.service.web.access import Reader
+from alto.service.web.bodies import BodyRoute
+from alto.spec import Task
+
+__all__ = ["router"]
+
+_MOST_BYTES = 32 * 2**20
+"""Of a file whose rows are shown before a task is sent."""
+
+router = APIRouter(prefix="/drafts", route_class=BodyRoute)
+
+
+@router.post("")
+def draft(
+    request: Request,
+    service: ServiceOf,
+    caller: Reader,
+    body: JobRequest,
+    num_rows: Annotated[int, Query(ge=0, le=20)] = 3,
+) -> dict[str, Any]:
+    """The configurations of a request, what they take, and its first rows as the model sees them.
+
+    Nothing is kept. Rows are shown where the files are small enough to be read at once.
+    """
+    values = draft_of(service, body)
+    with tempfile.TemporaryDirectory(prefix="alto-draft-") as folder:
+        task = build({**values, **_files(service, caller, body, Path(folder)), "name": "draft", "report_to": "none"})
+        found: dict[str, Any] = {
+            "object": "draft",
+            "method": task.method,
+            "num_jobs": len(task.jobs),
+            "is_open_ended": task.search.learns,
+            "num_gpus": task.num_gpus,
+            "jobs": [dict(job.config.to_dict()) for job in task.jobs[:20]],
+            "varying": sorted({key for job in task.jobs for key in _varying(task, job.config.to_dict())}),
+            "estimate": _estimate(request, task),
+        }
+        if num_rows:
+            found["rows"] = _rows(task, num_rows)
+    return found
+
+
+def _files(service: Service, caller: Caller, body: JobRequest, folder: Path) -> dict[str, str]:
+    paths = {}
+    for file, param, key in (
+        (body.training_file, "training_file", "dataset"),
+        (body.validation_file, "validation_file", "validation_dataset"),
+    ):
+        if file is None:
+            continue
+        with service.store.reading() as session:
+            check_usable(session, caller.tenant, file, param)
+            row = find_file(session, caller.tenant, file, param)
+        if row.num_bytes > _MOST_BYTES:
+            raise refused(
+                f"{param}: expected a file of at most {_MOST_BYTES // 2**20} MiB to look at, found {row.num_bytes} "
+                "bytes; send the task without a look",
+                param,
+                "file_too_large_for_draft",
+            )
+        path = folder / f"{key}.jsonl"
+        service.artefacts.fetch(artefact_of(row), path)
+        paths[key] = str(path)
+    return paths
+
+
+def _varying(task: Task, config: dict[str, Any]) -> list[str]:
+    first = task.jobs[0].config.to_dict()
+    return [key for key, value in config.items() if value != first.get(key)]
+
+
+def _estimate(request: Request, task: Task) -> dict[str, Any] | None:
+    """What such a task was measured to take here; None where none was, or another server leads."""
+    coordinator = request.app.state.coordinator
+    plane = None if coordinator is None else coordinator.plane
+    found = None if plane is None else plane.estimate(task)
+    if found is None:
+        return None
+    return {"duration_s": found.duration_s, "device_hours": found.duration_s * task.num_gpus / 3600}
+
+
+def _rows(task: Task, num_rows: int) -> dict[str, Any]:
+    try:
+        shown = Engine().preview(task, num_rows=num_rows)
+    except AltoError as error:
+        raise refused(
+            str(error).replace(str(Path(str(task.dataset)).parent), ""), "training_file", "invalid_training_file"
+        ) from None
+    return {
+        "form": shown.form,
+        "counts": dict(shown.counts),
+        "row_tokens": list(shown.row_tokens),
+        "notes": list(shown.notes),
+        "examples": [_example(example) for example in shown.examples],
+    }
+
+
+def _example(example: PreviewExample) -> dict[str, Any]:
+    return {
+        "num_tokens": example.num_tokens,
+        "label": example.label,
+        **{name: _segments(getattr(example, name)) for name in ("segments", "chosen", "rejected")},
+    }
+
+
+def _segments(segments: Segments) -> list[dict[str, Any]]:
+    return [{"text": text, "is_trained": is_trained} for text, is_trained in segments]

@@ -1,0 +1,76 @@
+"""``/healthz``, ``/readyz`` and ``/metrics``: for those who run the service. They need no key and name no tenant."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from sqlalchemy import func, select, text
+from sqlalchemy.exc import SQLAlchemyError
+
+from alto.service.context import Service, ServiceOf
+from alto.service.store.tables import FileRow, JobRow, LeaderRow
+from alto.service.web.counts import RequestCounts
+
+__all__ = ["router"]
+
+router = APIRouter(include_in_schema=False)
+
+_STATES = ("validating_files", "queued", "running", "paused", "succeeded", "failed", "cancelled")
+
+
+@router.get("/healthz")
+def healthz() -> dict[str, str]:
+    """Whether this process answers."""
+    return {"status": "ok"}
+
+
+@router.get("/readyz")
+def readyz(request: Request, service: ServiceOf) -> Response:
+    """Whether requests can be carried out: the database answers, and some server leads."""
+    problems = _problems(request, service)
+    status = "ready" if not problems else "not ready"
+    return JSONResponse({"status": status, "problems": problems}, status_code=503 if problems else 200)
+
+
+@router.get("/metrics")
+def metrics(request: Request, service: ServiceOf) -> PlainTextResponse:
+    """Numbers for Prometheus, without labels of tenants or tasks."""
+    with service.store.reading() as session:
+        found = session.execute(select(JobRow.status, func.count()).group_by(JobRow.status))
+        states: dict[str, int] = {row[0]: row[1] for row in found}
+        files = select(func.count(), func.coalesce(func.sum(FileRow.num_bytes), 0)).where(FileRow.deleted_at.is_(None))
+        num_files, num_bytes = session.execute(files).one()
+    coordinator = request.app.state.coordinator
+    plane = None if coordinator is None else coordinator.plane
+    lines = _gauge("alto_tasks", "Tasks by their status.", [(f'status="{s}"', states.get(s, 0)) for s in _STATES])
+    lines += _gauge("alto_files", "Files that are kept.", [("", num_files)])
+    lines += _gauge("alto_files_bytes", "Bytes of these files.", [("", int(num_bytes))])
+    lines += _gauge("alto_leads", "Whether this process drives the control plane.", [("", int(plane is not None))])
+    if plane is not None:
+        num_used, num_all = plane.num_gpus()
+        lines += _gauge("alto_gpus", "GPUs, or CPU slots.", [("", num_all)])
+        lines += _gauge("alto_gpus_used", "GPUs that executors have.", [("", num_used)])
+    counts: RequestCounts = request.app.state.request_counts
+    return PlainTextResponse("\n".join([*lines, *counts.lines(), ""]), media_type="text/plain; version=0.0.4")
+
+
+def _problems(request: Request, service: Service) -> list[str]:
+    try:
+        with service.store.reading() as session:
+            session.execute(text("SELECT 1"))
+            leader: Any = session.get(LeaderRow, 1)
+    except SQLAlchemyError:
+        return ["the database does not answer"]
+    coordinator = request.app.state.coordinator
+    if leader is None or not leader.holder:
+        return ["no server leads yet"]
+    if coordinator is not None and coordinator.failure is not None:
+        return ["the coordinator begins again after an error; its log has the cause"]
+    return []
+
+
+def _gauge(name: str, about: str, values: list[tuple[str, float]]) -> list[str]:
+    samples = [f"{name}{{{labels}}} {value}" if labels else f"{name} {value}" for labels, value in values]
+    return [f"# HELP {name} {about}", f"# TYPE {name} gauge", *samples]

@@ -1,0 +1,143 @@
+"""Server-sent events of a task: followers read its journal of events in order, each once, from any place."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import AsyncIterator
+from typing import Annotated
+
+from fastapi import APIRouter, Header, Query, Request
+from fastapi.responses import StreamingResponse
+from sqlalchemy import select
+from starlette.concurrency import run_in_threadpool
+
+from alto.service.context import Service, ServiceOf
+from alto.service.errors import ApiError
+from alto.service.openai.objects import event_object
+from alto.service.store import Store
+from alto.service.store.events import events_of
+from alto.service.store.jobs import ENDED, find_job
+from alto.service.store.tables import JobRow
+from alto.service.web.access import Reader
+
+__all__ = ["Followers", "router"]
+
+POLL_S = 0.5
+HEARTBEAT_S = 15.0
+_AT_ONCE = 200
+_MOST_EVENTS = 2**31 - 1
+
+router = APIRouter(prefix="/tasks")
+
+
+class Followers:
+    """Wakes the followers of tasks that have news, by one query for all of them.
+
+    Args:
+        store: The database.
+        most: Followers at a time, of this process.
+    """
+
+    def __init__(self, store: Store, most: int = 1000) -> None:
+        self._store = store
+        self._most = most
+        self._following: Counter[str] = Counter()
+        self._known: dict[str, tuple[int, str]] = {}
+        self._news: dict[str, asyncio.Event] = {}
+        self._poller: asyncio.Task[None] | None = None
+
+    def check_room(self) -> None:
+        """Check that one more can follow.
+
+        Raises:
+            ApiError: There are as many as this process has room for.
+        """
+        if self._following.total() >= self._most:
+            raise ApiError(
+                503,
+                f"expected at most {self._most} followers, found more; try again later",
+                code="too_many_followers",
+                headers={"Retry-After": "10"},
+            )
+
+    async def follow(self, job: str, since: int) -> AsyncIterator[str]:
+        """Events of ``job`` from number ``since`` on, as the text of server-sent events; ends with the job."""
+        self._following[job] += 1
+        if self._poller is None or self._poller.done():
+            self._poller = asyncio.create_task(self._poll())
+        try:
+            while True:
+                news = self._news.setdefault(job, asyncio.Event())
+                events, status, is_all = await run_in_threadpool(self._read, job, since)
+                for number, text in events:
+                    yield text
+                    since = number + 1
+                if is_all and status in ENDED:
+                    yield f"event: end\ndata: {json.dumps({'status': status})}\n\n"
+                    return
+                if is_all:
+                    try:
+                        await asyncio.wait_for(news.wait(), HEARTBEAT_S)
+                    except TimeoutError:
+                        yield ": still here\n\n"
+        finally:
+            self._following[job] -= 1
+            if not self._following[job]:
+                del self._following[job]
+                self._known.pop(job, None)
+                self._news.pop(job, None)
+
+    def _read(self, job: str, since: int) -> tuple[list[tuple[int, str]], str, bool]:
+        """Events of a job as text, its status before they were read, and whether there are no more."""
+        with self._store.reading() as session:
+            status = session.scalar(select(JobRow.status).where(JobRow.id == job)) or "cancelled"
+            rows = events_of(session, job, since=since, limit=_AT_ONCE)
+        texts = [
+            (row.number, f"id: {row.number}\nevent: {row.type}\ndata: {json.dumps(event_object(row))}\n\n")
+            for row in rows
+        ]
+        return texts, status, len(rows) < _AT_ONCE
+
+    async def _poll(self) -> None:
+        while self._following:
+            await asyncio.sleep(POLL_S)
+            found = await run_in_threadpool(self._states, list(self._following))
+            for job, state in found.items():
+                if self._known.get(job) != state:
+                    self._known[job] = state
+                    if (news := self._news.pop(job, None)) is not None:
+                        news.set()
+
+    def _states(self, jobs: list[str]) -> dict[str, tuple[int, str]]:
+        with self._store.reading() as session:
+            rows = session.execute(select(JobRow.id, JobRow.num_events, JobRow.status).where(JobRow.id.in_(jobs)))
+            return {job: (num_events, status) for job, num_events, status in rows}
+
+
+@router.get("/{task}/events")
+async def events(
+    request: Request,
+    service: ServiceOf,
+    caller: Reader,
+    task: str,
+    last_event_id: Annotated[str | None, Header(max_length=20)] = None,
+    since: Annotated[int, Query(ge=1, le=_MOST_EVENTS)] = 1,
+) -> StreamingResponse:
+    """Events of a task as they come: ``Last-Event-ID``, or ``since``, says where to begin."""
+    await run_in_threadpool(_check, service, caller.tenant, task)
+    is_number = last_event_id is not None and last_event_id.isdecimal()
+    begin = min(int(last_event_id or 0), _MOST_EVENTS) + 1 if is_number else since
+    followers: Followers = request.app.state.followers
+    followers.check_room()
+    return StreamingResponse(
+        followers.follow(task, begin),
+        media_type="text/event-stream",
+        headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
+    )
+
+
+def _check(service: Service, tenant: str, task: str) -> None:
+    with service.store.reading() as session:
+        find_job(session, tenant, task)

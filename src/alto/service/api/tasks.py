@@ -1,0 +1,258 @@
+"""``/api/tasks``: the jobs of a task, their curves, and commands to them."""
+
+from __future__ import annotations
+
+import math
+import threading
+from pathlib import Path
+from typing import Any, Literal
+
+from fastapi import APIRouter
+from fastapi.responses import HTMLResponse
+from pydantic import BaseModel, ConfigDict, Field
+from sqlalchemy import select
+
+from alto.export import report_page
+from alto.runs import Action, Mailbox, RunDir, RunHistory
+from alto.runs.device_hours import device_hours
+from alto.runs.job_history import JobHistory
+from alto.runs.progress import time_saved_s
+from alto.service.context import Service, ServiceOf
+from alto.service.errors import ApiError, not_found, refused
+from alto.service.openai.module_names import check_module_names
+from alto.service.openai.objects import job_object
+from alto.service.openai.paging import After, Limit
+from alto.service.store.events import add_event
+from alto.service.store.jobs import OPEN, find_job, lock_job
+from alto.service.store.paging import page_of
+from alto.service.store.tables import JobRow
+from alto.service.web.access import Reader, Writer
+from alto.service.web.bodies import BodyRoute
+
+__all__ = ["history_of", "router", "task_object"]
+
+_ANSWER_S = 20.0
+_WAITING = threading.BoundedSemaphore(8)
+"""Requests that wait for an executor's answer: others are answered at once, so that threads are left for them."""
+_REPORT_POLICY = (
+    "sandbox allow-scripts allow-popups; default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "img-src data:; font-src data:"
+)
+"""Texts of users are in it: even a script among them could neither act for the user nor send anything."""
+
+router = APIRouter(prefix="/tasks", route_class=BodyRoute)
+
+
+class Clone(BaseModel):
+    """What a cloned job has of its own."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    changes: dict[str, Any] = Field(default_factory=dict)
+    warm: bool = False
+
+
+class Priority(BaseModel):
+    """A task's place among those that wait."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    priority: int = Field(ge=0, le=100)
+
+
+@router.get("")
+def list_(service: ServiceOf, caller: Reader, after: After = None, limit: Limit = 20) -> dict[str, Any]:
+    """Tasks of the tenant, newest first."""
+    with service.store.reading() as session:
+        number = None if after is None else find_job(session, caller.tenant, after).number
+        statement = select(JobRow).where(JobRow.tenant == caller.tenant)
+        rows, has_more = page_of(session, statement, JobRow.number, after=number, limit=limit)
+    return {"data": [task_object(service, row) for row in rows], "has_more": has_more}
+
+
+@router.get("/{task}")
+def get(service: ServiceOf, caller: Reader, task: str) -> dict[str, Any]:
+    """A task with all its jobs, the best first."""
+    with service.store.reading() as session:
+        row = find_job(session, caller.tenant, task)
+    history = history_of(service, row)
+    return {
+        **task_object(service, row),
+        "jobs": [_job_object(job, rank) for rank, job in enumerate(history.ranked(), 1)],
+        "notes": list(history.notes),
+        "rungs": [
+            {"progress": rung.progress, "kept": list(rung.kept), "dropped": list(rung.dropped)}
+            for rung in history.rungs
+        ],
+        "samples": [
+            {
+                "prompt": sample.prompt,
+                "reference": sample.reference,
+                "base": sample.base,
+                "adapters": dict(sample.adapters),
+            }
+            for sample in history.samples
+        ],
+    }
+
+
+@router.get("/{task}/curves")
+def curves(service: ServiceOf, caller: Reader, task: str) -> dict[str, Any]:
+    """Losses of every job at its evaluations."""
+    with service.store.reading() as session:
+        row = find_job(session, caller.tenant, task)
+    history = history_of(service, row)
+    return {"metric": history.metric, "jobs": {job.job: _curve(job) for job in history.jobs.values()}}
+
+
+@router.get("/{task}/report", response_model=None, responses={200: {"content": {"text/html": {}}}})
+def report(service: ServiceOf, caller: Reader, task: str) -> HTMLResponse:
+    """The report of the task so far."""
+    with service.store.reading() as session:
+        row = find_job(session, caller.tenant, task)
+    history = history_of(service, row)
+    if history.started is None or row.run_dir is None:
+        raise ApiError(
+            404,
+            f"task: expected one that has begun, found {row.id} {row.status}; try again later",
+            param="task",
+            code="not_started",
+        )
+    page = report_page(service.run_of(row), history, shown_as=Path(row.id))
+    return HTMLResponse(page, headers={"Content-Security-Policy": _REPORT_POLICY})
+
+
+@router.post("/{task}/jobs/{job}/clone")
+def clone(service: ServiceOf, caller: Writer, task: str, job: str, body: Clone) -> dict[str, Any]:
+    """Train a job of a running task once more, with other settings."""
+    return _command(service, caller.tenant, task, job, Action.CLONE, body)
+
+
+@router.post("/{task}/jobs/{job}/{action}")
+def command(
+    service: ServiceOf, caller: Writer, task: str, job: str, action: Literal["stop", "resume"]
+) -> dict[str, Any]:
+    """Stop a job of a running task, or let it continue."""
+    return _command(service, caller.tenant, task, job, Action(action), Clone())
+
+
+@router.post("/{task}/priority")
+def priority(service: ServiceOf, caller: Writer, task: str, body: Priority) -> dict[str, Any]:
+    """Let a task that waits go before others, or behind them."""
+    with service.store.writing() as session:
+        find_job(session, caller.tenant, task)
+        row = lock_job(session, task)
+        assert row is not None
+        if row.status not in ("validating_files", "queued", "paused"):
+            raise refused(f"task: expected one that waits, found {row.id} {row.status}", "task", "invalid_state")
+        if row.priority != body.priority:
+            row.priority = body.priority
+            add_event(session, row, f"Priority is {body.priority} now", data={"priority": body.priority})
+    service.work.set()
+    return task_object(service, row)
+
+
+def history_of(service: Service, row: JobRow) -> RunHistory:
+    """The history of the run of a task; empty before it has one."""
+    return RunHistory() if row.run_dir is None else service.histories.read(service.run_of(row))
+
+
+def task_object(service: Service, row: JobRow) -> dict[str, Any]:
+    """A task, and how far it is."""
+    history = history_of(service, row)
+    hours = device_hours(history) if history.started is not None else None
+    best = history.best
+    return {
+        **job_object(row),
+        "object": "task",
+        "priority": row.priority,
+        "suffix": row.suffix,
+        "num_jobs": len(history.jobs),
+        "num_ended": sum(job.has_ended for job in history.jobs.values()),
+        "share_done": round(history.decided_share, 4),
+        "best_job": None if best is None else best.job,
+        "best_valid_loss": None if best is None else _finite(best.best_validation_loss),
+        "samples_trained": history.samples_trained,
+        "samples_saved": history.samples_saved,
+        "samples_budgeted": history.samples_budgeted,
+        "time_saved_s": _finite(time_saved_s(history)),
+        "device": None if hours is None else hours.device,
+        "device_hours": None if hours is None else round(hours.spent_h, 5),
+        "device_hours_saved": None if hours is None or hours.saved_h is None else round(hours.saved_h, 5),
+        "request": row.request,
+    }
+
+
+def _job_object(job: JobHistory, rank: int) -> dict[str, Any]:
+    return {
+        "id": job.job,
+        "rank": rank,
+        "stage": job.stage.value,
+        "config": dict(job.config),
+        "step": job.step,
+        "total_steps": job.total_steps,
+        "best_step": job.best_step,
+        "best_valid_loss": _finite(job.best_validation_loss) if job.best_step else None,
+        "best_metrics": {key: _finite(value) for key, value in job.best_metrics.items()},
+        "test_loss": _finite(job.best_test_loss),
+        "exit_reason": job.exit_reason,
+        "exit_evidence": {
+            key: _finite(value) if isinstance(value, float) else value for key, value in job.exit_evidence.items()
+        },
+        "samples_trained": job.samples_trained,
+        "samples_saved": job.samples_saved,
+        "origin": job.origin,
+    }
+
+
+def _curve(job: JobHistory) -> dict[str, Any]:
+    return {
+        "exit_reason": job.exit_reason,
+        "step": [point.step for point in job.evaluations],
+        "progress": [round(point.step / point.total_steps, 6) for point in job.evaluations],
+        "train_loss": [_finite(point.train_ema) for point in job.evaluations],
+        "valid_loss": [_finite(point.validation_loss) for point in job.evaluations],
+        "test_loss": [_finite(job.test_losses.get(point.step)) for point in job.evaluations],
+    }
+
+
+def _command(service: Service, tenant: str, task: str, job: str, action: Action, body: Clone) -> dict[str, Any]:
+    with service.store.reading() as session:
+        row = find_job(session, tenant, task)
+    if row.status not in OPEN or row.run_dir is None or row.status == "validating_files":
+        raise refused(
+            f"task: expected one that runs, waits or is paused, found {row.id} {row.status}", "task", "invalid_state"
+        )
+    jobs = history_of(service, row).jobs
+    if job not in jobs:
+        raise not_found("job of the task", job, "job")
+    if action is Action.CLONE and len(jobs) >= service.settings.max_jobs:
+        raise refused(
+            f"job: expected a task of fewer than {service.settings.max_jobs} jobs, found one of {len(jobs)}; send "
+            "another task",
+            "job",
+            "too_many_configurations",
+        )
+    check_module_names(body.changes)
+    mailbox = Mailbox(RunDir(service.run_of(row)))
+    command = mailbox.send(action, job, changes=body.changes, warm=body.warm)
+    answer = None
+    if row.status == "running" and _WAITING.acquire(blocking=False):
+        try:
+            answer = mailbox.wait_for_answer(command, _ANSWER_S)
+        finally:
+            _WAITING.release()
+    if answer is None:
+        return {
+            "object": "command",
+            "id": command,
+            "done": False,
+            "message": "The executor carries it out as soon as it runs.",
+        }
+    if not answer.done:
+        raise refused(f"job: {answer.message}", "job", "command_refused")
+    return {"object": "command", "id": command, "done": True, "message": answer.message}
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

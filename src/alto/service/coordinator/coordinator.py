@@ -1,0 +1,357 @@
+"""Drives the control plane by the database: gives it the jobs that are to run, and writes down what became of them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from sqlalchemy import select
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.orm import Session
+
+from alto.engine.control_plane import ControlPlane, OrderState, RunOrder
+from alto.errors import AltoError, QueueCommandError
+from alto.runs import RunDir, has_result, load_run_task
+from alto.service.context import Service
+from alto.service.coordinator.housekeeping import keep_house
+from alto.service.coordinator.leadership import Leadership, LostLeadershipError
+from alto.service.coordinator.projection import Projection
+from alto.service.coordinator.results import publish, write_result
+from alto.service.coordinator.run_folders import make_run, shown_error
+from alto.service.errors import ApiError
+from alto.service.ids import now
+from alto.service.serving import registering
+from alto.service.store.events import add_event
+from alto.service.store.jobs import lock_job
+from alto.service.store.tables import JobRow, Tenant
+
+__all__ = ["Coordinator", "OpenPlane"]
+
+_LOG = logging.getLogger("alto.service.coordinator")
+
+TURN_S = 0.25
+MOST_SUBMITTED = 64
+"""Jobs that the control plane has at a time, and at most two a GPU; the others wait in the database, where their order
+is decided."""
+_HOUSEKEEPING_S = 60.0
+_FORECAST_S = 5.0
+_RETRY_S = 2.0
+
+OpenPlane: TypeAlias = Callable[[int], AbstractContextManager[ControlPlane]]
+
+
+@dataclass(slots=True)
+class _Live:
+    """A job that the control plane has."""
+
+    order: str
+    tenant: str
+    projection: Projection
+    is_cancelled: bool = False
+    forecast_at: float = field(default=0.0)
+
+
+class Coordinator:
+    """Leads where no other server does, and then works on the jobs of the database until it is stopped.
+
+    Args:
+        service: The service.
+        leadership: Of this process.
+        open_plane: Opens the control plane; called with the epoch whenever this process begins to lead.
+    """
+
+    def __init__(self, service: Service, leadership: Leadership, open_plane: OpenPlane) -> None:
+        self._service = service
+        self._leadership = leadership
+        self._open_plane = open_plane
+        self._is_stopping = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="alto-coordinator", daemon=True)
+        self._live: dict[str, _Live] = {}
+        self._checks: dict[str, Future[None]] = {}
+        self._house_at = 0.0
+        self.plane: ControlPlane | None = None
+        self.failure: BaseException | None = None
+        """Why it cannot lead; None while all is well."""
+
+    def start(self) -> None:
+        """Begin, on a thread of its own."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Let running executors save and end, and wait for that."""
+        self._is_stopping.set()
+        self._service.work.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    # -- leading ---------------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while not self._is_stopping.is_set():
+            try:
+                if self._leadership.acquire():
+                    self._lead()
+            except LostLeadershipError as error:
+                _LOG.warning("%s", error)
+            except (AltoError, SQLAlchemyError, OSError) as error:
+                # Nothing is lost: the next turn begins with what is in the database.
+                self.failure = error
+                _LOG.error("the coordinator begins again after an error", exc_info=error)
+            self._is_stopping.wait(_RETRY_S)
+        with contextlib.suppress(SQLAlchemyError):
+            self._leadership.release()
+
+    def _lead(self) -> None:
+        _LOG.info("this server leads")
+        with (
+            self._open_plane(self._leadership.epoch) as plane,
+            ThreadPoolExecutor(2, "alto-checks") as pool,
+            registering(self._service),
+        ):
+            self.plane, self.failure = plane, None
+            self._live, self._checks = {}, {}
+            try:
+                self._limit_tenants(plane)
+                while not self._is_stopping.is_set():
+                    self._service.work.clear()
+                    self.turn(plane, pool)
+                    self._service.work.wait(TURN_S)
+                plane.drain()
+                self._note_ends(plane)
+            finally:
+                self.plane = None
+
+    def turn(self, plane: ControlPlane, pool: ThreadPoolExecutor) -> None:
+        """Bring the control plane and the database together, once."""
+        self._leadership.beat()
+        self._check_new(plane, pool)
+        self._note_ends(plane)
+        self._cancel_unwanted(plane)
+        self._submit_wanted(plane)
+        if time.monotonic() - self._house_at > _HOUSEKEEPING_S:
+            self._house_at = time.monotonic()
+            self._limit_tenants(plane)
+            keep_house(self._service)
+
+    def _limit_tenants(self, plane: ControlPlane) -> None:
+        with self._service.store.reading() as session:
+            tenants = list(session.scalars(select(Tenant)))
+        for tenant in tenants:
+            plane.limit(tenant.name, self._service.limits_of(tenant).max_gpus)
+
+    # -- new jobs --------------------------------------------------------------------------------------------------
+
+    def _check_new(self, plane: ControlPlane, pool: ThreadPoolExecutor) -> None:
+        for job, check in list(self._checks.items()):
+            if check.done():
+                del self._checks[job]
+                if (error := check.exception()) is not None:
+                    raise error
+        with self._service.store.reading() as session:
+            new = list(
+                session.scalars(
+                    select(JobRow).where(JobRow.status == "validating_files").order_by(JobRow.number).limit(16)
+                )
+            )
+        for row in new:
+            if row.id not in self._checks:
+                self._checks[row.id] = pool.submit(self._check, plane, row)
+
+    def _check(self, plane: ControlPlane, job: JobRow) -> None:
+        """Make the run of a job, or fail the job."""
+        failure: dict[str, str | None] | None = None
+        try:
+            make_run(self._service, job)
+            plane.check(load_run_task(RunDir.open(self._service.run_of(job)), trust_remote_code=True))
+        except (AltoError, ApiError) as error:
+            failure = {
+                "code": "invalid_training_file" if isinstance(error, ValueError) else "invalid_job",
+                "message": shown_error(self._service, job, str(error)),
+                "param": "training_file",
+            }
+        with self._changing(job.id) as (session, row):
+            if row.status != "validating_files":
+                return
+            if failure is None:
+                row.status, row.run_dir = "queued", str(self._service.run_of(job))
+                add_event(session, row, "Files validated, moving job to queued state")
+            else:
+                self._fail(session, row, failure)
+        self._service.work.set()
+
+    # -- jobs of the control plane ---------------------------------------------------------------------------------
+
+    def _submit_wanted(self, plane: ControlPlane) -> None:
+        _, num_gpus = plane.num_gpus()
+        left = min(MOST_SUBMITTED, 2 * num_gpus) - len(self._live)
+        if left <= 0:
+            return
+        with self._service.store.reading() as session:
+            wanted = list(
+                session.execute(
+                    select(JobRow.id, JobRow.tenant)
+                    .where(JobRow.status.in_(("queued", "running")), JobRow.id.not_in(list(self._live)))
+                    .order_by(JobRow.priority.desc(), JobRow.number)
+                )
+            )
+        order = _in_turns(wanted, Counter(live.tenant for live in self._live.values()))
+        for job in order[:left]:
+            with self._service.store.reading() as session:
+                row = session.scalar(select(JobRow).where(JobRow.id == job))
+            if row is not None:
+                self._submit(plane, row)
+
+    def _submit(self, plane: ControlPlane, job: JobRow) -> None:
+        root = self._service.run_of(job)
+        run = RunDir(root)
+        projection = Projection(job.id, run.journal_file)
+        projection.has_news()  # what is there now was written under an earlier lease
+        try:
+            if has_result(run):  # a server died before it wrote that down
+                self._finish(job, projection)
+                return
+            task = load_run_task(RunDir.open(root), trust_remote_code=True)
+            with self._changing(job.id) as (_, row):
+                if row.status not in ("queued", "running"):
+                    return
+                row.lease += 1
+                lease = row.lease
+            run.lease(lease)
+            order = f"{job.id}.{lease}"
+            plane.submit(
+                RunOrder(
+                    name=order,
+                    run_dir=root,
+                    task=task,
+                    tenant=job.tenant,
+                    shares_with=self._shares_with(job.tenant),
+                )
+            )
+        except AltoError as error:
+            if isinstance(error, LostLeadershipError):
+                raise
+            message = shown_error(self._service, job, error)
+            with self._changing(job.id) as (session, row):
+                self._fail(session, row, {"code": "cannot_run", "message": message, "param": None})
+            return
+        self._live[job.id] = _Live(order, job.tenant, projection)
+
+    def _shares_with(self, tenant: str) -> str:
+        """Empty for tenants whose tasks may be trained with those of others; else of their own."""
+        with self._service.store.reading() as session:
+            row = session.get(Tenant, tenant)
+        return "" if row is not None and row.shares_executors else f"tenant {tenant}"
+
+    def _cancel_unwanted(self, plane: ControlPlane) -> None:
+        if not self._live:
+            return
+        with self._service.store.reading() as session:
+            rows = session.execute(
+                select(JobRow.id).where(JobRow.id.in_(list(self._live)), JobRow.status.not_in(("queued", "running")))
+            )
+            unwanted = [job for (job,) in rows]
+        for job in unwanted:
+            live = self._live[job]
+            if not live.is_cancelled:
+                live.is_cancelled = True
+                with contextlib.suppress(QueueCommandError):  # it has ended meanwhile
+                    plane.cancel(live.order)
+
+    def _note_ends(self, plane: ControlPlane) -> None:
+        if not self._live:
+            return
+        states = plane.states()
+        for job, live in list(self._live.items()):
+            state = states[live.order]
+            self._note_progress(job, live, state)
+            if state.outcome is not None:
+                del self._live[job]
+                self._note_end(job, live, state)
+
+    def _note_progress(self, job: str, live: _Live, state: OrderState) -> None:
+        is_due = state.is_running and time.monotonic() - live.forecast_at > _FORECAST_S
+        has_news = live.projection.has_news()
+        if not (has_news or is_due):
+            return
+        with self._changing(job) as (session, row):
+            live.projection.write(session, row)
+            if not is_due:
+                return
+            live.forecast_at = time.monotonic()
+            if row.status == "queued":
+                row.status, row.started_at = "running", row.started_at or now()
+                add_event(session, row, "Fine-tuning job started")
+            if row.status == "running":
+                row.estimated_finish = now() + int(state.remaining_s)
+
+    def _note_end(self, job: str, live: _Live, state: OrderState) -> None:
+        with self._service.store.reading() as session:
+            row = session.scalar(select(JobRow).where(JobRow.id == job))
+        assert row is not None
+        while live.projection.has_news():
+            with self._changing(job) as (session, locked):
+                live.projection.write(session, locked)
+        if state.outcome == "finished":
+            self._finish(row, live.projection)
+        elif state.outcome == "failed":
+            message = shown_error(self._service, row, state.reason or "the executor failed")
+            with self._changing(job) as (session, locked):
+                self._fail(session, locked, {"code": "training_failed", "message": message, "param": None})
+        # A stopped one was paused or cancelled; where it was resumed meanwhile, the next turn submits it again.
+
+    def _finish(self, job: JobRow, projection: Projection) -> None:
+        with self._changing(job.id) as (session, row):
+            while projection.has_news():
+                projection.write(session, row)
+            if row.status not in ("queued", "running", "paused"):
+                return
+        try:
+            found = publish(self._service, job)
+        except AltoError as error:
+            message = shown_error(self._service, job, error)
+            with self._changing(job.id) as (session, row):
+                self._fail(session, row, {"code": "no_result", "message": message, "param": None})
+            return
+        with self._changing(job.id) as (session, row):
+            if row.status in ("queued", "running", "paused"):
+                row.started_at = row.started_at or now()
+                write_result(session, row, found)
+
+    # -- the database ----------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _changing(self, job: str) -> Iterator[tuple[Session, JobRow]]:
+        """A transaction of the leader on the locked row of a job."""
+        with self._service.store.writing() as session:
+            self._leadership.check(session)
+            row = lock_job(session, job)
+            assert row is not None, "rows of jobs stay"
+            yield session, row
+
+    def _fail(self, session: Session, row: JobRow, error: dict[str, str | None]) -> None:
+        if row.status in ("succeeded", "failed", "cancelled"):
+            return
+        row.status, row.error, row.finished_at, row.estimated_finish = "failed", error, now(), None
+        add_event(session, row, f"The job failed: {error['message']}", level="error")
+
+
+def _in_turns(jobs: Sequence[tuple[str, str]], num_live: Mapping[str, int]) -> list[str]:
+    """The order in which the control plane gets jobs: one of each tenant in turn, those first who have fewest there.
+
+    Args:
+        jobs: Id and tenant, of each tenant in the order of its own priorities.
+        num_live: Jobs of a tenant that the control plane has.
+    """
+    seen, keys = Counter(num_live), dict[str, tuple[int, int]]()
+    for place, (job, tenant) in enumerate(jobs):
+        keys[job] = seen[tenant], place
+        seen[tenant] += 1
+    return sorted(keys, key=keys.__getitem__)

@@ -1,0 +1,164 @@
+"""From the journal of a run to the events and checkpoints of its job."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from alto.runs import JournalEntry, JournalTail
+from alto.runs import events as journaled
+from alto.service.models import fine_tuned_name
+from alto.service.store.events import add_event
+from alto.service.store.tables import Checkpoint, JobEvent, JobRow
+
+__all__ = ["Projection"]
+
+_NUM_AT_ONCE = 500
+"""Entries of a transaction."""
+
+
+@dataclass(slots=True)
+class Projection:
+    """Writes what a run journals into the database, each entry once.
+
+    Where a run was resumed from a checkpoint, it repeats steps; what is known of them already is not told again.
+
+    Attributes:
+        job: Id of the job.
+        path: The run's journal.
+    """
+
+    job: str
+    path: Path
+    _tail: JournalTail = field(init=False)
+    _left: list[JournalEntry] = field(init=False, default_factory=list)
+    _steps: dict[str, int] | None = field(init=False, default=None)
+    _ended: set[str] = field(init=False, default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._tail = JournalTail(self.path)
+
+    def has_news(self) -> bool:
+        """Whether entries wait to be written."""
+        if not self._left:
+            self._left = self._tail.read()
+        return bool(self._left)
+
+    def write(self, session: Session, row: JobRow) -> None:
+        """Write what is new, at most some hundred entries; ``row`` is locked."""
+        if self._steps is None:
+            self._begin(session, row)
+        now, self._left = self._left[:_NUM_AT_ONCE], self._left[_NUM_AT_ONCE:]
+        for entry in now:
+            self._write(session, row, entry)
+        if now:
+            row.journal_seq = now[-1].seq
+
+    def _begin(self, session: Session, row: JobRow) -> None:
+        """Leave out what an earlier coordinator has written, and remember how far each configuration was."""
+        self._steps = {}
+        known = session.scalars(select(JobEvent.data).where(JobEvent.job == row.id, JobEvent.data.is_not(None)))
+        for data in known:
+            if data is not None and "job" in data:
+                if "step" in data:
+                    self._steps[data["job"]] = max(self._steps.get(data["job"], 0), int(data["step"]))
+                if "exit_reason" in data:
+                    self._ended.add(data["job"])
+        self._left = [entry for entry in self._left if entry.seq > row.journal_seq]
+
+    def _write(self, session: Session, row: JobRow, entry: JournalEntry) -> None:
+        event, at = entry.event, entry.time
+        match event:
+            case journaled.TaskStarted(jobs=jobs):
+                add_event(session, row, f"Training {len(jobs)} configurations", created_at=at)
+                for note in event.notes:
+                    add_event(session, row, note, level="warn", created_at=at)
+            case journaled.TaskResumed():
+                add_event(session, row, "Training continues from its checkpoints", created_at=at)
+            case journaled.JobEvaluated():
+                self._on_evaluated(session, row, event, at)
+            case journaled.WarmupEnded(kept=kept, dropped=dropped, progress=progress):
+                add_event(
+                    session,
+                    row,
+                    f"Selected {len(kept)} of {len(kept) + len(dropped)} configurations at {progress:.1%} of their "
+                    "steps",
+                    created_at=at,
+                    data={"kept": list(kept), "dropped": list(dropped), "progress": progress},
+                )
+            case journaled.JobExited(job=job) if job not in self._ended:
+                self._ended.add(job)
+                add_event(
+                    session,
+                    row,
+                    f"Configuration {job} stopped early: {event.reason}",
+                    created_at=at,
+                    data={
+                        "job": job,
+                        "exit_reason": str(event.reason),
+                        "evidence": _finite(dict(event.evidence)),
+                    },
+                )
+            case journaled.JobReopened(job=job) | journaled.JobAdded(job=job):
+                self._ended.discard(job)
+                add_event(session, row, f"Configuration {job} is trained too", created_at=at, data={"job": job})
+            case journaled.OutOfMemory():
+                add_event(
+                    session,
+                    row,
+                    "Memory ran out; training continues with fewer configurations at a time",
+                    level="warn",
+                    created_at=at,
+                )
+
+    def _on_evaluated(self, session: Session, row: JobRow, event: journaled.JobEvaluated, at: float) -> None:
+        assert self._steps is not None
+        if event.step <= self._steps.get(event.job, 0):
+            return  # repeated after a checkpoint
+        self._steps[event.job] = event.step
+        metrics = _finite(
+            {
+                "step": event.step,
+                "train_loss": event.train_ema,
+                "full_valid_loss": event.validation_loss,
+                "valid_loss": event.validation_loss,
+            }
+        )
+        add_event(
+            session,
+            row,
+            f"Configuration {event.job}, step {event.step}/{event.total_steps}: training loss "
+            f"{event.train_ema:.4f}, validation loss {event.validation_loss:.4f}",
+            created_at=at,
+            data={
+                **metrics,
+                "job": event.job,
+                "total_steps": event.total_steps,
+                **_finite(dict(event.metrics)),
+            },
+        )
+        if event.is_best:
+            name = fine_tuned_name(row.model, row.tenant, row.suffix, row.id)
+            session.add(
+                Checkpoint(
+                    id=f"ftckpt-{row.id.partition('-')[2]}-{event.job}-{event.step}",
+                    job=row.id,
+                    task_job=event.job,
+                    step=event.step,
+                    created_at=int(at),
+                    model=f"{name}:ckpt-{event.job}-step-{event.step}",
+                    metrics=metrics,
+                )
+            )
+
+
+def _finite(values: dict[str, Any]) -> dict[str, Any]:
+    """Values that JSON has; None for what is not finite."""
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in values.items()
+    }

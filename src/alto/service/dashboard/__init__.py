@@ -1,0 +1,11 @@
+"""The dashboard: pages for browsers, which use the same API as programs and draw with the same code as reports."""
+
+from fastapi import APIRouter
+
+from alto.service.dashboard import assets, cluster, login, new_task, task, task_list
+
+__all__ = ["router"]
+
+router = APIRouter(include_in_schema=False)
+for part in (assets, login, task_list, task, cluster, new_task):
+    router.include_router(part.router)

@@ -1,0 +1,55 @@
+"""``/login`` and ``/logout``: a key of the service, kept by the browser where no script can read it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Form, Query, Request
+from fastapi.responses import HTMLResponse, RedirectResponse
+from starlette.responses import Response
+
+from alto.service.access import caller_of
+from alto.service.context import ServiceOf
+from alto.service.dashboard.rendering import PageRoute, local_path, page
+from alto.service.web.access import COOKIE, check_origin
+
+__all__ = ["router"]
+
+_MOST_CHARS = 512
+
+router = APIRouter(route_class=PageRoute)
+
+
+@router.get("/login")
+def form(request: Request, next_: Annotated[str, Query(alias="next", max_length=2000)] = "/") -> HTMLResponse:
+    """The form."""
+    return page(request, "login.html.jinja", next=local_path(next_), fault="")
+
+
+@router.post("/login")
+def login(
+    request: Request,
+    service: ServiceOf,
+    key: Annotated[str, Form(max_length=_MOST_CHARS)] = "",
+    next_: Annotated[str, Form(alias="next", max_length=2000)] = "/",
+) -> Response:
+    """Keep the key, and go to the page that asked for it."""
+    check_origin(request)
+    secret, to = key.strip(), local_path(next_)
+    with service.store.reading() as session:
+        found = caller_of(session, secret)
+    if found is None:
+        fault = "This key is unknown, expired or revoked. Ask who runs the service for another one."
+        return page(request, "login.html.jinja", status=401, next=to, fault=fault)
+    answer = RedirectResponse(to, status_code=303)
+    answer.set_cookie(COOKIE, secret, path="/", httponly=True, samesite="strict", secure=request.url.scheme == "https")
+    return answer
+
+
+@router.post("/logout")
+def logout(request: Request) -> Response:
+    """Forget the key."""
+    check_origin(request)
+    answer = RedirectResponse("/login", status_code=303)
+    answer.delete_cookie(COOKIE, path="/", httponly=True, samesite="strict", secure=request.url.scheme == "https")
+    return answer

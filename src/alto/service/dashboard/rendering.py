@@ -1,0 +1,141 @@
+"""Pages from templates: how they are rendered, answered and kept up to date."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Coroutine, Iterable
+from datetime import UTC, datetime
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse
+from fastapi.routing import APIRoute
+from jinja2 import Environment
+from starlette.responses import Response
+
+from alto.errors import AltoError
+from alto.export import page_environment
+from alto.service.access import Caller
+from alto.service.dashboard.assets import asset_url
+from alto.service.errors import ApiError
+from alto.service.web.access import COOKIE
+
+__all__ = ["PageRoute", "live_answer", "local_path", "page"]
+
+_HEADERS = {
+    # plotly.js places its drawings by style attributes; scripts are files of this server, none is inline.
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; "
+        "connect-src 'self'; form-action 'self'; frame-ancestors 'none'; base-uri 'none'"
+    ),
+    "Cache-Control": "no-store",
+}
+
+
+def page(
+    request: Request, template: str, caller: Caller | None = None, *, status: int = 200, **context: Any
+) -> HTMLResponse:
+    """A page of this package's templates.
+
+    Args:
+        request: That it answers.
+        template: Its file.
+        caller: Who looks; None where that is not known, as at the login.
+        status: HTTP status.
+        context: Of the template.
+    """
+    text = (
+        _environment()
+        .get_template(template)
+        .render(
+            **context,
+            caller=caller,
+            has_session=COOKIE in request.cookies,
+            path=request.url.path,
+        )
+    )
+    return HTMLResponse(text, status_code=status, headers=_HEADERS)
+
+
+def live_answer(seen: str, fragments: Iterable[str], *, data: dict[str, Any], **context: Any) -> Response:
+    """What an open page shows now: its parts that change, rendered, and data for its script.
+
+    Args:
+        seen: Version that the page shows; where that is still so, the answer is empty.
+        fragments: Names of the parts: files of ``templates/live``.
+        data: Figures, and what else the script reads.
+        context: Of the templates.
+    """
+    rendered = {
+        name: _environment().get_template(f"live/{name}.html.jinja").render(**context).strip() for name in fragments
+    }
+    answer = JSONResponse({**data, "fragments": rendered})
+    version = hashlib.sha256(answer.body).hexdigest()[:16]
+    headers = {"Cache-Control": "no-store", "X-Version": version}
+    if version == seen:
+        return Response(status_code=204, headers=headers)
+    answer.headers.update(headers)
+    return answer
+
+
+class PageRoute(APIRoute):
+    """A route to a page: errors are pages too, and who has no key is sent to the login."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """The handler, with errors shown."""
+        answer = super().get_route_handler()
+
+        async def shown(request: Request) -> Response:
+            try:
+                return await answer(request)
+            except ApiError as error:
+                if error.status == 401:
+                    return _to_login(request)
+                return _error_page(request, error.status, error.message, error.headers)
+            except RequestValidationError as error:
+                first = error.errors()[0]
+                return _error_page(request, 400, f"{first['loc'][-1]}: {first['msg']}")
+            except AltoError as error:
+                return _error_page(request, 500, str(error))
+
+        return shown
+
+
+def local_path(path: str) -> str:
+    """``path`` where it is one of this server, else that of the first page: a link to the login must not lead on to
+    another site."""
+    split = urlsplit(path)
+    is_local = path.startswith("/") and not path.startswith("//") and not (split.scheme or split.netloc)
+    return path if is_local and path.isprintable() and "\\" not in path else "/"
+
+
+def _to_login(request: Request) -> Response:
+    path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+    return RedirectResponse(
+        f"/login?next={quote(path, safe='')}", status_code=303, headers={"Cache-Control": "no-store"}
+    )
+
+
+def _error_page(request: Request, status: int, message: str, headers: dict[str, str] | None = None) -> Response:
+    found = page(request, "error.html.jinja", status=status, error_status=status, message=message)
+    found.headers.update(headers or {})
+    return found
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, tz=UTC).strftime("%d %b %Y, %H:%M UTC")
+
+
+def _iso(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, tz=UTC).isoformat()
+
+
+@functools.cache
+def _environment() -> Environment:
+    environment = page_environment("alto.service.dashboard")
+    environment.globals["asset_url"] = asset_url
+    environment.filters |= {"time": _time, "iso": _iso}
+    return environment

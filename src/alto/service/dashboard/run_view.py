@@ -1,0 +1,86 @@
+"""What pages show of a task's run: numbers, the job table and the figures, from its journal."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from alto.errors import RunError
+from alto.export import JobTable, RunFigures, job_table, run_figures
+from alto.runs import RunHistory
+from alto.runs.device_hours import DeviceHours, device_hours, price_of_hour
+from alto.service.api.tasks import history_of
+from alto.service.context import Service
+from alto.service.store.tables import JobRow
+
+__all__ = ["RunView", "TaskLine", "line_of", "run_view"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunView:
+    """A run, as it is drawn."""
+
+    table: JobTable
+    figures: RunFigures
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskLine:
+    """A task with the numbers of its run.
+
+    Attributes:
+        row: The task.
+        history: Of its run; empty before that begins.
+        hours: What it took; None before it begins.
+        damage: Why the journal of its run cannot be read; empty where it can.
+    """
+
+    row: JobRow
+    history: RunHistory
+    hours: DeviceHours | None
+    damage: str = ""
+
+    @property
+    def name(self) -> str:
+        """What its user calls it, else its id."""
+        return self.row.suffix or self.row.id
+
+    @property
+    def share_done(self) -> float:
+        """In [0, 1]."""
+        return 1.0 if self.row.status == "succeeded" else self.history.decided_share
+
+    @property
+    def num_ended(self) -> int:
+        """Jobs that train no more."""
+        return sum(job.has_ended for job in self.history.jobs.values())
+
+
+def line_of(service: Service, row: JobRow) -> TaskLine:
+    """A task as its journal is now.
+
+    Raises:
+        SpecError: The price in the environment is none.
+    """
+    try:
+        history = history_of(service, row)
+    except RunError as error:
+        return TaskLine(row=row, history=RunHistory(), hours=None, damage=str(error))
+    if history.started is None:
+        return TaskLine(row=row, history=history, hours=None)
+    hours = device_hours(history, price_of_hour(None, history.started.gpu_hour_price))
+    return TaskLine(row=row, history=history, hours=hours)
+
+
+def run_view(history: RunHistory) -> RunView:
+    """The table and the figures of ``history``."""
+    return _kept_view(history) if history.jobs else _new_view(history)
+
+
+def _new_view(history: RunHistory) -> RunView:
+    table = job_table(history)
+    return RunView(table=table, figures=run_figures(history, table))
+
+
+_kept_view = functools.lru_cache(maxsize=16)(_new_view)
+"""A history is a new object whenever its journal has changed: all who follow a task share what is drawn of it."""

@@ -1,0 +1,128 @@
+"""Files and adapters of the service, on a disk or in any store that fsspec knows."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from alto.errors import ServiceError
+from alto.service.ids import new_id
+
+__all__ = ["Artefacts", "chunks_of"]
+
+_CHUNK_BYTES = 2**20
+
+
+def chunks_of(file: BinaryIO) -> Iterator[bytes]:
+    """What a file holds, in pieces; it is closed at the end."""
+    with file:
+        while chunk := file.read(_CHUNK_BYTES):
+            yield chunk
+
+
+class Artefacts:
+    """Named contents. A content is there as a whole or not at all, and is never changed.
+
+    Args:
+        url: A folder, or a URL of fsspec such as ``s3://bucket/alto``.
+
+    Raises:
+        ServiceError: There is no such kind of store, or a package for it is not installed.
+    """
+
+    def __init__(self, url: str) -> None:
+        try:
+            self._fs, self._root = fsspec.core.url_to_fs(url)
+        except (ValueError, ImportError) as error:
+            raise ServiceError(
+                f"artefacts: expected a folder or a URL of fsspec, found one that cannot be opened ({error}); correct "
+                "it, or install the package that it names"
+            ) from error
+
+    def write(self, name: str, source: BinaryIO) -> None:
+        """Keep what ``source`` holds under ``name``.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        target, unfinished = self._path(name), self._path(f"{name}.{new_id('new')}")
+        self._fs.makedirs(target.rpartition("/")[0], exist_ok=True)
+        try:
+            with self._fs.open(unfinished, "wb") as file:
+                shutil.copyfileobj(source, file, _CHUNK_BYTES)
+            self._fs.mv(unfinished, target)
+        except BaseException:
+            if self._fs.exists(unfinished):
+                self._fs.rm(unfinished)
+            raise
+
+    def write_folder(self, name: str, folder: Path) -> None:
+        """Keep the files of ``folder`` under ``name``; files of that name are replaced."""
+        for path in sorted(folder.rglob("*")):
+            if path.is_file():
+                with path.open("rb") as file:
+                    self.write(f"{name}/{path.relative_to(folder).as_posix()}", file)
+
+    def open(self, name: str) -> BinaryIO:
+        """What is kept under ``name``.
+
+        Raises:
+            FileNotFoundError: Nothing is.
+        """
+        file: BinaryIO = self._fs.open(self._path(name), "rb")
+        return file
+
+    def local_folder(self, name: str) -> Path | None:
+        """Where the contents below ``name`` are on this machine's disks; None where they are in another store."""
+        return Path(self._path(name)) if isinstance(self._fs, LocalFileSystem) else None
+
+    def names(self, folder: str) -> list[str]:
+        """Names of the contents below ``folder``, relative to it."""
+        root = self._path(folder)
+        if not self._fs.exists(root):
+            return []
+        return sorted(path[len(root) :].lstrip("/") for path in self._fs.find(root))
+
+    def fetch(self, name: str, to: Path) -> None:
+        """Copy a content into a file, which is complete or not there."""
+        to.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = to.with_name(f".{to.name}.{new_id('new')}")
+        try:
+            with self.open(name) as source, unfinished.open("wb") as file:
+                shutil.copyfileobj(source, file, _CHUNK_BYTES)
+            unfinished.replace(to)
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+    def fetch_folder(self, name: str, to: Path) -> None:
+        """Copy the contents below ``name`` into a new folder, which is complete or not there.
+
+        Raises:
+            FileNotFoundError: There are none.
+        """
+        found = self.names(name)
+        if not found:
+            raise FileNotFoundError(f"nothing is kept under {name}")
+        unfinished = to.with_name(f".{to.name}.{new_id('new')}")
+        try:
+            for each in found:
+                self.fetch(f"{name}/{each}", unfinished / each)
+            unfinished.rename(to)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+
+    def delete(self, name: str) -> None:
+        """Remove a content, or a folder of them; nothing where there is none."""
+        path = self._path(name)
+        if self._fs.exists(path):
+            self._fs.rm(path, recursive=True)
+
+    def _path(self, name: str) -> str:
+        parts = name.split("/")
+        assert all(part not in ("", ".", "..") for part in parts), f"no name of a content: {name!r}"
+        return "/".join((self._root.rstrip("/"), *parts))

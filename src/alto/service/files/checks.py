@@ -1,0 +1,98 @@
+"""What is checked of a file for fine-tuning before it is taken: that every line is an object of JSON."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import BinaryIO
+
+__all__ = ["Checked", "check_rows", "sha256_of"]
+
+_MAX_LINE_BYTES = 16 * 2**20
+_MOST_FAULTS = 20
+_CHUNK_BYTES = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """What was found in a file.
+
+    Attributes:
+        num_bytes: Its size.
+        sha256: Of its bytes, as hexadecimal digits.
+        num_rows: Lines that are not empty.
+        fault: What is wrong with it, with numbers of lines; empty where nothing is.
+    """
+
+    num_bytes: int
+    sha256: str
+    num_rows: int
+    fault: str = ""
+
+
+def sha256_of(file: BinaryIO) -> str:
+    """SHA-256 of what a file holds, as hexadecimal digits; the file is left at its end."""
+    digest = hashlib.sha256()
+    while chunk := file.read(_CHUNK_BYTES):
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+def check_rows(file: BinaryIO) -> Checked:
+    """Read a file of rows from its beginning; it is left at its end.
+
+    Whether its rows are what a task needs is checked with the task: it knows their form.
+    """
+    digest, num_bytes, num_rows, faults = hashlib.sha256(), 0, 0, list[str]()
+    num_faulty = 0
+    for number, line in _lines(file):
+        digest.update(line)
+        num_bytes += len(line)
+        fault = _fault_of(line, is_first=number == 1)
+        if fault is None:
+            continue
+        num_rows += 1
+        if fault:
+            num_faulty += 1
+            if len(faults) < _MOST_FAULTS:
+                faults.append(f"line {number}: {fault}")
+    message = ""
+    if num_faulty:
+        more = f"; and {num_faulty - len(faults)} more" if num_faulty > len(faults) else ""
+        message = (
+            f"expected an object of JSON in every line, found {num_faulty} of {num_rows} lines without: "
+            f"{'; '.join(faults)}{more}; correct them and upload the file again"
+        )
+    elif not num_rows:
+        message = "expected rows, one object of JSON a line, found none; upload the file again with its content"
+    return Checked(num_bytes=num_bytes, sha256=digest.hexdigest(), num_rows=num_rows, fault=message)
+
+
+def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """Lines with their numbers; parts of one that is too long have the same number."""
+    number, is_new = 0, True
+    while line := file.readline(_MAX_LINE_BYTES):
+        number += is_new
+        is_new = line.endswith(b"\n")
+        yield number, line
+
+
+def _fault_of(line: bytes, *, is_first: bool) -> str | None:
+    """What is wrong with a line; empty where nothing is, None for an empty line."""
+    if not line.endswith(b"\n") and len(line) >= _MAX_LINE_BYTES:
+        return f"longer than {_MAX_LINE_BYTES // 2**20} MiB"
+    try:
+        text = line.decode("utf-8-sig" if is_first else "utf-8").strip()
+    except UnicodeDecodeError:
+        return "not in UTF-8"
+    if not text:
+        return None
+    try:
+        row = json.loads(text)
+    except RecursionError:
+        return "nested too deeply"
+    except ValueError as error:
+        return f"no JSON ({error})"
+    return "" if isinstance(row, dict) else f"a {type(row).__name__} in place of an object"

@@ -1,0 +1,49 @@
+"""Folders of artefacts as zip files that are made while they are sent."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from collections.abc import Iterable, Iterator
+
+from alto.service.files.artefacts import Artefacts, chunks_of
+
+__all__ = ["zip_chunks"]
+
+
+class _Sink(io.RawIOBase):
+    """Holds what was written since it was last emptied; cannot go back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._held = bytearray()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: object) -> int:
+        found = bytes(data)  # type: ignore[call-overload]
+        self._held += found
+        return len(found)
+
+    def empty(self) -> bytes:
+        found = bytes(self._held)
+        self._held.clear()
+        return found
+
+
+def zip_chunks(artefacts: Artefacts, folder: str, names: Iterable[str]) -> Iterator[bytes]:
+    """A zip file of contents below ``folder``, in pieces; they are stored as they are, for weights do not shrink.
+
+    Raises:
+        FileNotFoundError: One is not there.
+    """
+    sink = _Sink()
+    with zipfile.ZipFile(sink, "w", zipfile.ZIP_STORED) as archive:
+        for name in names:
+            # Sizes are not known before: without 64 bits a file could have no more than 2 GiB.
+            with archive.open(zipfile.ZipInfo(name), "w", force_zip64=True) as entry:
+                for chunk in chunks_of(artefacts.open(f"{folder}/{name}")):
+                    entry.write(chunk)
+                    yield sink.empty()
+    yield sink.empty()

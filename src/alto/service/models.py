@@ -1,0 +1,104 @@
+"""Base models by the names that requests give, and fine-tuned ones."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from alto.service.errors import ApiError, not_found
+from alto.service.settings import ServiceSettings
+from alto.service.store.tables import AliasRow, ModelRow
+
+__all__ = [
+    "alias_name",
+    "aliases_of",
+    "base_model_of",
+    "checkpoint_name",
+    "find_alias",
+    "find_model",
+    "fine_tuned_name",
+    "merged_folder",
+]
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+def base_model_of(settings: ServiceSettings, name: str) -> dict[str, Any]:
+    """The keys of a task for the base model that a request names.
+
+    Raises:
+        ApiError: The service offers none of that name.
+    """
+    model = settings.models.get(name)
+    # A folder of that name below the working directory would be read in place of the hub's model.
+    if model is None and settings.hub_models and _HUB_ID.fullmatch(name) and not Path(name).exists():
+        model = name
+    if model is None:
+        raise ApiError(
+            404,
+            f"model: expected one of {', '.join(sorted(settings.models))}"
+            f"{' or a model of the Hugging Face hub' if settings.hub_models else ''}, found {name[:100]!r}; list them "
+            "with client.models.list()",
+            param="model",
+            code="model_not_found",
+        )
+    trusts = {"trust_remote_code": True} if name in settings.trust_remote_code else {}
+    return {"model": model, **trusts}
+
+
+def fine_tuned_name(base: str, tenant: str, suffix: str | None, job: str) -> str:
+    """The name of the model that a job returns, unique and stable."""
+    return f"ft:{base}:{tenant}:{suffix or ''}:{job.rpartition('-')[2][:12]}"
+
+
+def alias_name(base: str, tenant: str, suffix: str) -> str:
+    """The name that answers with the newest model of a tenant, base model and suffix."""
+    return f"ft:{base}:{tenant}:{suffix}"
+
+
+def merged_folder(model: ModelRow) -> str:
+    """Where the weights of the base model with the adapter of ``model`` are kept among the artefacts."""
+    return f"merged/{model.tenant}/{model.job}"
+
+
+def checkpoint_name(model: str, step: int) -> str:
+    """The name of a checkpoint of a model."""
+    return f"{model}:ckpt-step-{step}"
+
+
+def find_model(session: Session, tenant: str, name: str) -> ModelRow:
+    """A fine-tuned model of a tenant.
+
+    Raises:
+        ApiError: There is none.
+    """
+    row = session.scalar(
+        select(ModelRow).where(ModelRow.id == name, ModelRow.tenant == tenant, ModelRow.deleted_at.is_(None))
+    )
+    if row is None:
+        raise not_found("model", name, "model")
+    return row
+
+
+def find_alias(session: Session, tenant: str, name: str) -> tuple[AliasRow, ModelRow] | None:
+    """An alias of a tenant, with its model; None where there is none, or its model was deleted."""
+    statement = _aliases(tenant).where(AliasRow.name == name)
+    found = session.execute(statement).first()
+    return None if found is None else (found[0], found[1])
+
+
+def aliases_of(session: Session, tenant: str) -> list[tuple[AliasRow, ModelRow]]:
+    """All aliases of a tenant whose models are there, with these, by name."""
+    return [(row[0], row[1]) for row in session.execute(_aliases(tenant).order_by(AliasRow.name))]
+
+
+def _aliases(tenant: str) -> Any:
+    return (
+        select(AliasRow, ModelRow)
+        .join(ModelRow, ModelRow.id == AliasRow.model)
+        .where(AliasRow.tenant == tenant, ModelRow.tenant == tenant, ModelRow.deleted_at.is_(None))
+    )

@@ -1,0 +1,1 @@
+"""OpenAI's API for files, fine-tuning jobs and models, as its clients send and read it."""

@@ -1,0 +1,288 @@
+"""``/v1/fine_tuning/jobs``: each is a task of ALTO."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+from sqlalchemy import ColumnElement, Text, cast, exists, func, select
+from sqlalchemy.dialects.postgresql import JSONB
+from sqlalchemy.orm import Session
+
+from alto.service.access import Caller
+from alto.service.context import Service, ServiceOf
+from alto.service.errors import ApiError, not_found, refused
+from alto.service.ids import new_id, now
+from alto.service.models import base_model_of
+from alto.service.openai.files import FINE_TUNE, find_file, mark_of
+from alto.service.openai.objects import checkpoint_object, event_object, job_object, list_object
+from alto.service.openai.paging import After, Limit
+from alto.service.openai.translation import METHODS, build, task_values
+from alto.service.settings import MOST_NAME_CHARS
+from alto.service.store.events import add_event
+from alto.service.store.jobs import cancel_job, count_open, find_job, pause_job, resume_job
+from alto.service.store.paging import page_of
+from alto.service.store.tables import Checkpoint, JobEvent, JobRow
+from alto.service.web.access import Reader, Writer
+from alto.service.web.bodies import BodyRoute
+
+__all__ = ["JobRequest", "create_job", "draft_of", "router"]
+
+_MOST_PAIRS = 16
+_DEFAULT_SEED = 42
+
+router = APIRouter(prefix="/fine_tuning", route_class=BodyRoute)
+
+
+class _MethodSettings(BaseModel):
+    hyperparameters: dict[str, Any] = Field(default_factory=dict)
+
+
+class _Method(BaseModel):
+    type: str
+    supervised: _MethodSettings | None = None
+    dpo: _MethodSettings | None = None
+    reinforcement: dict[str, Any] | None = None
+
+
+class JobRequest(BaseModel):
+    """The body of a request for a job."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str = Field(min_length=1, max_length=MOST_NAME_CHARS)
+    training_file: str = Field(min_length=1, max_length=64)
+    validation_file: str | None = Field(default=None, max_length=64)
+    method: _Method | None = None
+    hyperparameters: dict[str, Any] | None = None
+    seed: int | None = Field(default=None, ge=0, le=2**31 - 1)
+    suffix: str | None = Field(default=None, min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._-]+$")
+    metadata: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] | None = None
+    integrations: list[dict[str, Any]] | None = None
+
+    @field_validator("metadata")
+    @classmethod
+    def _check_pairs(cls, value: dict[str, str] | None) -> dict[str, str] | None:
+        if value is not None and len(value) > _MOST_PAIRS:
+            raise ValueError(f"expected at most {_MOST_PAIRS} pairs, found {len(value)}")
+        return value
+
+    @property
+    def kind(self) -> str:
+        """Type of the method."""
+        return "supervised" if self.method is None else self.method.type
+
+    def asked(self) -> dict[str, Any]:
+        """The hyperparameters.
+
+        Raises:
+            ApiError: The method is not one that this service trains, or they are given twice.
+        """
+        if self.kind not in METHODS:
+            raise refused(
+                f"method.type: expected {' or '.join(METHODS)}, found {self.kind[:50]!r}; this service has no graders",
+                "method",
+                "unsupported_method",
+            )
+        settings = None if self.method is None else getattr(self.method, self.kind)
+        inner = {} if settings is None else settings.hyperparameters
+        if inner and self.hyperparameters:
+            raise refused(
+                "hyperparameters: expected them in method or at the top, found both; remove those at the top",
+                "hyperparameters",
+                "conflicting_keys",
+            )
+        return inner or self.hyperparameters or {}
+
+
+@router.post("/jobs")
+def create(request: Request, service: ServiceOf, caller: Writer, body: JobRequest) -> dict[str, Any]:
+    """Accept a job: once this is answered, it is kept through any crash, and trained once."""
+    digest = hashlib.sha256(body.model_dump_json().encode()).hexdigest()
+    row = create_job(service, caller, body, mark=mark_of(request, caller, digest))
+    return job_object(row)
+
+
+def create_job(service: Service, caller: Caller, body: JobRequest, *, mark: Any = None) -> JobRow:
+    """Accept a job of ``caller``.
+
+    Raises:
+        ApiError: What is wrong with it.
+    """
+    values = draft_of(service, body)
+    with service.store.writing() as session:
+        before = mark.find(session) if mark is not None else None
+        if before is not None:
+            return find_job(session, caller.tenant, before)
+        for file, param in ((body.training_file, "training_file"), (body.validation_file, "validation_file")):
+            if file is not None:
+                check_usable(session, caller.tenant, file, param)
+        tenant = service.tenant(session, caller)
+        limits = service.limits_of(tenant)
+        num_gpus, most = int(values.get("num_gpus", 1)), limits.max_tasks
+        if limits.max_gpus is not None and num_gpus > limits.max_gpus:
+            raise refused(
+                f"num_gpus: expected at most {limits.max_gpus}, the GPUs that this tenant may have, found {num_gpus}",
+                "hyperparameters",
+                "too_many_gpus",
+            )
+        if most is not None and (found := count_open(session, caller.tenant)) >= most:
+            raise ApiError(
+                429,
+                f"expected at most {most} open jobs, found {found}; wait for one to end, or cancel one",
+                code="too_many_jobs",
+                headers={"Retry-After": "60", "x-should-retry": "false"},
+            )
+        row = JobRow(
+            id=new_id("ftjob"),
+            tenant=caller.tenant,
+            status="validating_files",
+            created_at=now(),
+            model=body.model,
+            training_file=body.training_file,
+            validation_file=body.validation_file,
+            seed=_DEFAULT_SEED if body.seed is None else body.seed,
+            suffix=body.suffix,
+            priority=int(values.get("priority", 0)),
+            request=body.model_dump(mode="json", exclude_none=True),
+            task=values,
+            pairs=body.metadata,
+            lease=0,
+            num_events=0,
+            journal_seq=0,
+        )
+        session.add(row)
+        add_event(session, row, f"Created fine-tuning job: {row.id}")
+        add_event(session, row, f"Validating training file: {row.training_file}")
+        if mark is not None:
+            mark.note(session, "job", row.id)
+    service.work.set()
+    return row
+
+
+def draft_of(service: Service, body: JobRequest) -> dict[str, Any]:
+    """Keys and values of the task of a request, checked but for its rows.
+
+    Raises:
+        ApiError: What is wrong with it.
+    """
+    if body.integrations:
+        raise refused(
+            "integrations: expected none, found some; follow the events of the job, or its curves under /api/jobs/{id}",
+            "integrations",
+            "unsupported",
+        )
+    values = task_values(body.kind, body.asked(), seed=body.seed)
+    values |= base_model_of(service.settings, body.model)
+    task = build({**values, "name": "task", "dataset": "training.jsonl", "report_to": "none"})
+    if len(task.jobs) > service.settings.max_jobs:
+        raise refused(
+            f"hyperparameters: expected at most {service.settings.max_jobs} configurations, found "
+            f"{len(task.jobs)}; search fewer values, or set search: {{algorithm: tpe}} with a budget",
+            "hyperparameters",
+            "too_many_configurations",
+        )
+    return values
+
+
+def check_usable(session: Session, tenant: str, file: str, param: str) -> None:
+    """Check that a file can be trained on.
+
+    Raises:
+        ApiError: There is none, it is for something else, or its rows are damaged.
+    """
+    row = find_file(session, tenant, file, param)
+    if row.purpose != FINE_TUNE:
+        raise refused(f"{param}: expected a file for {FINE_TUNE!r}, found one for {row.purpose!r}", param)
+    if row.status != "processed":
+        raise refused(f"{param}: {row.status_details or 'the file cannot be used'}", param, "invalid_file_format")
+
+
+@router.get("/jobs")
+def list_(
+    request: Request, service: ServiceOf, caller: Reader, after: After = None, limit: Limit = 20
+) -> dict[str, Any]:
+    """Jobs of the tenant, newest first; ``metadata[k]=v`` filters them, ``metadata=null`` finds those without."""
+    with service.store.reading() as session:
+        statement = select(JobRow).where(JobRow.tenant == caller.tenant)
+        for condition in _conditions(service, request):
+            statement = statement.where(condition)
+        number = None if after is None else find_job(session, caller.tenant, after).number
+        rows, has_more = page_of(session, statement, JobRow.number, after=number, limit=limit)
+    return list_object([job_object(row) for row in rows], has_more=has_more)
+
+
+@router.get("/jobs/{job_id}")
+def get(service: ServiceOf, caller: Reader, job_id: str) -> dict[str, Any]:
+    """A job."""
+    with service.store.reading() as session:
+        return job_object(find_job(session, caller.tenant, job_id))
+
+
+@router.post("/jobs/{job_id}/{action}")
+def change(
+    service: ServiceOf, caller: Writer, job_id: str, action: Literal["cancel", "pause", "resume"]
+) -> dict[str, Any]:
+    """Cancel, pause or resume a job; the answer has its new status."""
+    changes = {"cancel": cancel_job, "pause": pause_job, "resume": resume_job}
+    with service.store.writing() as session:
+        row = changes[action](session, caller.tenant, job_id)
+    service.work.set()
+    return job_object(row)
+
+
+@router.get("/jobs/{job_id}/events")
+def events(service: ServiceOf, caller: Reader, job_id: str, after: After = None, limit: Limit = 20) -> dict[str, Any]:
+    """Events of a job, newest first."""
+    with service.store.reading() as session:
+        job = find_job(session, caller.tenant, job_id)
+        number = None if after is None else _number_of_event(job, after)
+        statement = select(JobEvent).where(JobEvent.job == job.id)
+        rows, has_more = page_of(session, statement, JobEvent.number, after=number, limit=limit)
+    return list_object([event_object(row) for row in rows], has_more=has_more)
+
+
+@router.get("/jobs/{job_id}/checkpoints")
+def checkpoints(
+    service: ServiceOf, caller: Reader, job_id: str, after: After = None, limit: Limit = 10
+) -> dict[str, Any]:
+    """Steps of the job's best configuration with a new best validation loss, newest first."""
+    with service.store.reading() as session:
+        job = find_job(session, caller.tenant, job_id)
+        statement = select(Checkpoint).where(Checkpoint.job == job.id)
+        number = None
+        if after is not None:
+            number = session.scalar(select(Checkpoint.number).where(Checkpoint.id == after, Checkpoint.job == job.id))
+            if number is None:
+                raise not_found("checkpoint", after, "after")
+        rows, has_more = page_of(session, statement, Checkpoint.number, after=number, limit=limit)
+    return list_object([checkpoint_object(row) for row in rows], has_more=has_more)
+
+
+def _conditions(service: Service, request: Request) -> list[ColumnElement[bool]]:
+    """Conditions on the metadata of jobs."""
+    found: list[ColumnElement[bool]] = []
+    for key, value in request.query_params.multi_items():
+        if key == "metadata" and value == "null":
+            # A column of JSON has two kinds of null.
+            found.append(JobRow.pairs.is_(None) | (cast(JobRow.pairs, Text) == "null"))
+        elif key.startswith("metadata[") and key.endswith("]"):
+            name = key[len("metadata[") : -1]
+            if service.store.is_sqlite:
+                # A path of SQLite's cannot name every key.
+                pairs = func.json_each(JobRow.pairs).table_valued("key", "value")
+                found.append(exists().where(pairs.c.key == name, pairs.c.value == value))
+            else:
+                found.append(JobRow.pairs.op("@>")(cast({name: value}, JSONB)))
+    if len(found) > _MOST_PAIRS:
+        raise refused(f"metadata: expected at most {_MOST_PAIRS} conditions, found {len(found)}", "metadata")
+    return found
+
+
+def _number_of_event(job: JobRow, event: str) -> int:
+    prefix, _, number = event.rpartition("-")
+    if prefix != f"ftevent-{job.id.partition('-')[2]}" or not number.isdecimal() or int(number) > job.num_events:
+        raise not_found("event", event, "after")
+    return int(number)

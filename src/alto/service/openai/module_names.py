@@ -1,0 +1,55 @@
+"""Names of modules in requests: names alone. ALTO itself takes regular expressions too, and one of a stranger can keep
+a process busy for ever."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from alto.service.errors import refused
+from alto.spec.keys import JOB_ALIASES
+from alto.spec.quoting import quoted
+
+__all__ = ["check_module_names"]
+
+_FIELDS = frozenset(
+    {
+        "target_modules",
+        "target_parameters",
+        "exclude_modules",
+        "layers_pattern",
+        "modules_to_save",
+        "rank_pattern",
+        "alpha_pattern",
+    }
+)
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,200}")
+
+
+def check_module_names(values: Mapping[str, Any]) -> None:
+    """Check that settings which name modules have names alone, in a search space and in lists too.
+
+    Raises:
+        ApiError: One has something else.
+    """
+    for key, value in values.items():
+        if JOB_ALIASES.get(key, key) in _FIELDS:
+            for name in _texts(value):
+                if _NAME.fullmatch(name) is None:
+                    raise refused(
+                        f"{key}: expected names of modules, such as q_proj, found {quoted(name)}; a service takes no "
+                        "regular expressions",
+                        "hyperparameters",
+                    )
+        elif key in ("search_space", "paired") and isinstance(value, Mapping):
+            check_module_names(value)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in a value; of a mapping its keys."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | tuple | Mapping):
+        for each in value:
+            yield from _texts(each)

@@ -1,0 +1,12 @@
+"""Bounds of pages, as requests give them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import Query
+
+__all__ = ["After", "Limit"]
+
+After = Annotated[str | None, Query(max_length=200, description="id of the last object of the page before")]
+Limit = Annotated[int, Query(ge=1, le=100, description="most objects of the page")]

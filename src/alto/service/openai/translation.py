@@ -1,0 +1,227 @@
+"""What a request for a fine-tuning job asks of ALTO: the keys of a task.
+
+A number fixes a setting, ``"auto"`` searches the usual values, a list is a grid. Settings of ALTO may stand among the
+hyperparameters under their own names; what would read files, reach servers or run code of the service's machine may
+not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from alto.errors import SpecError, UnsupportedError
+from alto.service.errors import ApiError, refused
+from alto.service.openai.module_names import check_module_names
+from alto.spec import Task
+from alto.spec.auto_space import usual_learning_rate
+from alto.spec.job_config import MAPPING_FIELDS
+from alto.spec.keys import JOB_ALIASES, TASK_ALIASES
+from alto.spec.quoting import quoted
+from alto.spec.task import TASK_FIELDS
+
+__all__ = ["ALLOWED_TASK_KEYS", "METHODS", "build", "multiplier_of", "task_values"]
+
+METHODS = {"supervised": "sft", "dpo": "dpo"}
+
+ALLOWED_TASK_KEYS = frozenset(
+    {
+        "early_exit",
+        "search",
+        "search_space",
+        "eval_steps",
+        "num_samples",
+        "sample_max_new_tokens",
+        "repeat_by",
+        "max_slots",
+        "max_tokens_per_step",
+        "max_tokens_per_pass",
+        "gradient_checkpointing",
+        "dtype",
+        "adapter_dtype",
+        "optim_state_dtype",
+        "load_in_4bit",
+        "load_in_8bit",
+        "num_gpus",
+        "priority",
+        "dataset_format",
+        "columns",
+        "validation_split",
+        "test_split",
+        "max_samples",
+        "data_seed",
+        "max_length",
+        "train_on",
+        "metric",
+        "on_bad_row",
+    }
+)
+"""Keys of a task that requests may set. The others name files, servers, packages or code of the service's machine, or
+are set by the service."""
+
+_REFUSED_JOB_KEYS = frozenset({"objective", "config", "tokenizer", "task_type", "mixture_weights"})
+"""Arguments for objects of Python, what changes the method, and weights of files that a job does not have."""
+_REFUSED_EARLY_EXIT_KEYS = frozenset({"rules"})
+"""They load packages."""
+
+_MULTIPLIER = "learning_rate_multiplier"
+_LARGEST_MULTIPLIER = 1e6
+_NAMES = {
+    _MULTIPLIER: "learning_rate",
+    "n_epochs": "num_train_epochs",
+    "batch_size": "per_device_train_batch_size",
+}
+_AUTO_VALUES: dict[str, Any] = {
+    "num_train_epochs": [1, 2, 3],
+    "per_device_train_batch_size": [2, 4, 8],
+    "r": [8, 16, 32, 64],
+    "beta": [0.05, 0.1, 0.3],
+}
+_LISTS = frozenset(
+    {
+        "target_modules",
+        "target_parameters",
+        "exclude_modules",
+        "layers_to_transform",
+        "layers_pattern",
+        "modules_to_save",
+    }
+)
+"""Settings whose one value is a list; a grid of them is a list of lists."""
+_AUTO = "auto"
+_NUM_RATES = 5
+_USUAL_RATE = usual_learning_rate(2000)
+
+
+def build(values: Mapping[str, Any], param: str = "hyperparameters") -> Task:
+    """The task of ``values``.
+
+    Raises:
+        ApiError: One of them is not valid.
+    """
+    try:
+        return Task(**values)
+    except (SpecError, UnsupportedError) as error:
+        raise refused(str(error), param) from None
+
+
+def task_values(method: str, hyperparameters: Mapping[str, Any], *, seed: int | None) -> dict[str, Any]:
+    """Keys and values of the task of a request, but for its model and its rows.
+
+    Args:
+        method: ``supervised`` or ``dpo``.
+        hyperparameters: As they were sent.
+        seed: Of the request; None leaves the seeds to ALTO.
+
+    Raises:
+        ApiError: A key is unknown or not allowed, or a value is of another kind.
+    """
+    check_module_names(hyperparameters)
+    values: dict[str, Any] = {"method": METHODS[method]}
+    space: dict[str, Any] = {}
+    spellings: dict[str, str] = {}
+    for key, value in hyperparameters.items():
+        if value is None:
+            continue
+        name = _NAMES.get(key) or JOB_ALIASES.get(key) or TASK_ALIASES.get(key, key)
+        if (other := spellings.setdefault(name, key)) != key:
+            raise refused(
+                f"hyperparameters: expected {other} or {key}, found both; remove one",
+                "hyperparameters",
+                "conflicting_keys",
+            )
+        if key == _MULTIPLIER:
+            value = _rates(value)
+        elif name in TASK_FIELDS:
+            _check_allowed(key, name, value)
+            values[name] = value
+            continue
+        elif name in _REFUSED_JOB_KEYS:
+            raise _not_allowed(key)
+        value = _searched(name, value)
+        if _is_searched(name, value):
+            space[name] = value
+        else:
+            values[name] = value
+    own = values.pop("search_space", None)
+    if own is not None and space:
+        raise refused(
+            f"hyperparameters: expected search_space or lists of values, found both ({', '.join(space)}); put all "
+            "into one of them",
+            "hyperparameters",
+            "conflicting_keys",
+        )
+    searched = space if own is None else own
+    # Where nothing is said about the rate, or anything else that is searched, the default space is searched.
+    is_fixed = searched or any(key in values for key in ("learning_rate", "search"))
+    values["search_space"] = searched if is_fixed else _AUTO
+    if seed is not None:
+        values.setdefault("seed", seed)
+        values.setdefault("data_seed", seed)
+        if isinstance(searched, Mapping) and "seed" in searched:
+            del values["seed"]
+    return values
+
+
+def multiplier_of(learning_rate: float) -> float:
+    """The ``learning_rate_multiplier`` of a learning rate."""
+    return float(f"{learning_rate / _USUAL_RATE:.6g}")
+
+
+def _is_searched(name: str, value: Any) -> bool:
+    """Whether a value is a grid or a range, rather than one value that is a list or a mapping itself."""
+    if isinstance(value, list):
+        return name not in _LISTS or all(isinstance(each, list) for each in value)
+    return isinstance(value, Mapping) and name not in MAPPING_FIELDS and "min" in value
+
+
+def _searched(name: str, value: Any) -> Any:
+    """``value`` with the usual values in place of ``auto``."""
+    if value != _AUTO:
+        return value
+    if name == "learning_rate":
+        return _around(_USUAL_RATE)
+    if name in _AUTO_VALUES:
+        return _AUTO_VALUES[name]
+    raise refused(
+        f"{quoted(name)}: expected a value or a list of values, found 'auto', which n_epochs, batch_size, "
+        f"learning_rate_multiplier, {', '.join(sorted(_AUTO_VALUES))} and learning_rate may have; give a value",
+        "hyperparameters",
+    )
+
+
+def _rates(value: Any) -> Any:
+    """Learning rates of multipliers of the usual one."""
+    if value == _AUTO:
+        return _AUTO
+    values = value if isinstance(value, list) else [value]
+    for each in values:
+        if isinstance(each, bool) or not isinstance(each, int | float) or not 0 < each <= _LARGEST_MULTIPLIER:
+            raise refused(
+                f"{_MULTIPLIER}: expected 'auto', a number above 0 and at most {_LARGEST_MULTIPLIER:g}, or a list of "
+                f"such numbers, found {quoted(each)}; correct it",
+                _MULTIPLIER,
+            )
+    rates = [float(f"{each * _USUAL_RATE:.6g}") for each in values]
+    return rates if isinstance(value, list) else rates[0]
+
+
+def _around(rate: float) -> dict[str, Any]:
+    return {"min": float(f"{rate / 10:.3g}"), "max": float(f"{rate * 10:.3g}"), "log": True, "num": _NUM_RATES}
+
+
+def _check_allowed(key: str, name: str, value: Any) -> None:
+    if name not in ALLOWED_TASK_KEYS:
+        raise _not_allowed(key)
+    if name == "early_exit" and isinstance(value, Mapping):
+        for inner in _REFUSED_EARLY_EXIT_KEYS.intersection(value):
+            raise _not_allowed(f"early_exit.{inner}")
+
+
+def _not_allowed(key: str) -> ApiError:
+    return refused(
+        f"{key}: expected settings of training and search, found one that a service sets by itself or does not allow; "
+        "remove it",
+        "hyperparameters",
+        "not_allowed",
+    )

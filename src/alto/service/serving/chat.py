@@ -1,0 +1,159 @@
+"""``/v1/chat/completions`` and ``/v1/completions``: passed on to the vLLM server, for models of the tenant."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, Request
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import StreamingResponse
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from alto.service.access import Caller
+from alto.service.context import Service, ServiceOf
+from alto.service.errors import ApiError, refused
+from alto.service.serving.targets import NOT_READY, target_of
+from alto.service.serving.upstream import Reply, Upstream, UpstreamError, UpstreamTimeoutError
+from alto.service.serving.vllm import message_of
+from alto.service.web.access import Talker
+
+__all__ = ["router"]
+
+_LOG = logging.getLogger("alto.service.serving")
+
+T = TypeVar("T")
+
+_STREAM = "text/event-stream"
+_REQUEST_FAULTS = (400, 413, 422)
+"""Statuses by which vLLM refuses what a caller has asked for."""
+_CLOSED = 499
+
+router = APIRouter()
+
+
+@router.post("/chat/completions")
+async def chat(request: Request, service: ServiceOf, caller: Talker) -> Response:
+    """A reply of a model to a conversation."""
+    return await _pass_on(request, service, caller, "/v1/chat/completions")
+
+
+@router.post("/completions")
+async def complete(request: Request, service: ServiceOf, caller: Talker) -> Response:
+    """A continuation of a text by a model."""
+    return await _pass_on(request, service, caller, "/v1/completions")
+
+
+async def _pass_on(request: Request, service: Service, caller: Caller, path: str) -> Response:
+    body = _body_of(await request.body())
+    target = await run_in_threadpool(_target, service, caller.tenant, body["model"])
+    assert service.settings.vllm is not None, "a target is on a server"
+    upstream = Upstream(service.settings.vllm)
+    try:
+        found = await _while_connected(request, _answered(upstream, path, {**body, "model": target}))
+    except UpstreamError as error:
+        _LOG.warning("a request could not be passed on: %s", error)
+        raise _bad_gateway(error) from error
+    return Response(status_code=_CLOSED) if found is None else found
+
+
+def _target(service: Service, tenant: str, name: str) -> str:
+    with service.store.reading() as session:
+        return target_of(service, session, tenant, name)
+
+
+def _body_of(content: bytes) -> dict[str, Any]:
+    try:
+        body = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise refused(f"body: expected an object of JSON, found none ({str(error)[:100]})") from error
+    if not isinstance(body, dict):
+        raise refused(f"body: expected an object of JSON, found a {type(body).__name__}")
+    if not isinstance(body.get("model"), str) or not body["model"]:
+        raise refused("model: expected the name of a model, found none; list them with client.models.list()", "model")
+    return body
+
+
+async def _answered(upstream: Upstream, path: str, body: dict[str, Any]) -> Response:
+    """The answer of the vLLM server: its status, kind and content, and none of its other headers.
+
+    Raises:
+        UpstreamError: There is none, or it is no answer of a model.
+        ApiError: It says what is wrong with the request.
+    """
+    reply = await upstream.send("POST", path, body)
+    is_stream = False
+    try:
+        if reply.status == 200 and reply.content_type == _STREAM:
+            is_stream = True
+            return _Stream(reply)
+        content = await reply.read()
+    finally:
+        if not is_stream:
+            await reply.close()
+    if reply.status == 200 and reply.content_type == "application/json":
+        return Response(content, media_type="application/json")
+    if reply.status in _REQUEST_FAULTS:
+        message = message_of(content) or "expected a request that vLLM takes, found one that it refuses"
+        raise ApiError(400, message, code="invalid_request")
+    if reply.status == 404:
+        raise ApiError(
+            400,
+            "model: expected one that answers, found that the vLLM server has lost it, as after a restart; it is "
+            "registered again by itself: try again soon",
+            param="model",
+            code=NOT_READY,
+        )
+    raise UpstreamError(f"expected an answer of a model from the vLLM server, found status {reply.status}; see its log")
+
+
+class _Stream(StreamingResponse):
+    """Server-sent events as they come. The connection to the server ends with that of the caller."""
+
+    def __init__(self, reply: Reply) -> None:
+        super().__init__(_events(reply), media_type=_STREAM, headers={"Cache-Control": "no-cache"})
+        self._reply = reply
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._reply.close()
+
+
+async def _events(reply: Reply) -> AsyncIterator[bytes]:
+    try:
+        async for piece in reply.pieces():
+            yield piece
+    except UpstreamError as error:
+        # The status is sent already: clients read an error in the stream.
+        _LOG.warning("a stream broke: %s", error)
+        yield b"data: " + json.dumps(_bad_gateway(error).body()).encode() + b"\n\n"
+
+
+def _bad_gateway(error: UpstreamError) -> ApiError:
+    is_late = isinstance(error, UpstreamTimeoutError)
+    # Another try would have the server compute a long answer once more.
+    headers = {"x-should-retry": "false"} if is_late else {}
+    return ApiError(502, str(error), code="upstream_timeout" if is_late else "upstream_error", headers=headers)
+
+
+async def _while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
+    """What ``work`` returns; None, and an end to the work, where the caller has gone."""
+    task, gone = asyncio.create_task(work), asyncio.create_task(_gone(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

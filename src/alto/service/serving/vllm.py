@@ -1,0 +1,128 @@
+"""What a vLLM server can be asked about adapters. Source: vLLM, ``entrypoints/openai/serving_models.py``, as read."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from alto.errors import ServiceError
+from alto.service.serving.upstream import Reply, Upstream, UpstreamError
+from alto.service.settings import VllmSettings
+
+__all__ = ["AdapterRefusedError", "VllmServer", "message_of"]
+
+_PASSING = (429, 502, 503, 504)
+"""Statuses of a server that is busy or begins."""
+_MOST_CHARS = 500
+
+
+class AdapterRefusedError(ServiceError):
+    """The vLLM server does not take an adapter, or does not answer with it."""
+
+
+class VllmServer:
+    """A vLLM server with ``--enable-lora`` and ``VLLM_ALLOW_RUNTIME_LORA_UPDATING``."""
+
+    def __init__(self, settings: VllmSettings) -> None:
+        self._upstream = Upstream(settings)
+
+    async def names(self) -> frozenset[str]:
+        """Names that it answers to: its base model's, and those of adapters.
+
+        Raises:
+            UpstreamError: It cannot be asked.
+        """
+        async with self._asked("GET", "/v1/models") as reply:
+            content = await reply.read()
+            if reply.status != 200:
+                raise UpstreamError(f"expected a list of models from the vLLM server, found status {reply.status}")
+        try:
+            return frozenset(str(model["id"]) for model in json.loads(content)["data"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise UpstreamError("expected a list of models from the vLLM server, found something else") from error
+
+    async def load(self, name: str, folder: Path) -> None:
+        """Have it answer to ``name`` with the adapter in ``folder``, a path that it sees too.
+
+        Raises:
+            AdapterRefusedError: It does not take it.
+            UpstreamError: It cannot be asked.
+        """
+        body = {"lora_name": name, "lora_path": str(folder)}
+        async with self._asked("POST", "/v1/load_lora_adapter", body) as reply:
+            content = await reply.read()
+            if reply.status == 200 or "already been loaded" in message_of(content):
+                return
+            hint = (
+                "; start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=true, where it sees the folder at "
+                "the same path"
+                if reply.status in (404, 405)
+                else ""
+            )
+            raise AdapterRefusedError(
+                f"expected vLLM to load the adapter, found status {reply.status} ({message_of(content)}){hint}"
+            )
+
+    async def unload(self, name: str) -> None:
+        """Have it answer to ``name`` no longer, whether or not it does.
+
+        Raises:
+            AdapterRefusedError: It keeps the adapter.
+            UpstreamError: It cannot be asked.
+        """
+        async with self._asked("POST", "/v1/unload_lora_adapter", {"lora_name": name}) as reply:
+            content = await reply.read()
+            if reply.status not in (200, 404):
+                raise AdapterRefusedError(
+                    f"expected vLLM to unload the adapter, found status {reply.status} ({message_of(content)})"
+                )
+
+    async def probe(self, name: str) -> None:
+        """Have ``name`` write one token: as a reply, or where the model has no chat template, as a continuation.
+
+        Raises:
+            AdapterRefusedError: It does not.
+            UpstreamError: It cannot be asked.
+        """
+        body = {"model": name, "max_tokens": 1, "temperature": 0}
+        message = {"role": "user", "content": "Hello"}
+        status, content = await self._written("/v1/chat/completions", {**body, "messages": [message]})
+        if status == 400:
+            status, content = await self._written("/v1/completions", {**body, "prompt": "Hello"})
+        if status != 200:
+            raise AdapterRefusedError(f"expected one token of the model, found status {status} ({message_of(content)})")
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            if json.loads(content)["choices"]:
+                return
+        raise AdapterRefusedError("expected one token of the model, found an answer without one")
+
+    async def _written(self, path: str, body: Mapping[str, Any]) -> tuple[int, bytes]:
+        async with self._asked("POST", path, body) as reply:
+            return reply.status, await reply.read()
+
+    @contextlib.asynccontextmanager
+    async def _asked(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> AsyncIterator[Reply]:
+        reply = await self._upstream.send(method, path, body)
+        try:
+            if reply.status in (401, 403):
+                raise UpstreamError("expected a vLLM server that takes vllm.api_key, found that it refuses; correct it")
+            if reply.status in _PASSING or 300 <= reply.status < 400:
+                raise UpstreamError(f"expected an answer of the vLLM server, found status {reply.status}; see its log")
+            yield reply
+        finally:
+            await reply.close()
+
+
+def message_of(content: bytes) -> str:
+    """What an error of vLLM says, shortened; empty where it says nothing."""
+    try:
+        found = json.loads(content)
+    except ValueError:
+        return ""
+    if isinstance(found, dict) and isinstance(found.get("error"), dict):
+        found = found["error"]
+    text = found.get("message") or found.get("detail") if isinstance(found, dict) else None
+    return text[:_MOST_CHARS] if isinstance(text, str) else ""

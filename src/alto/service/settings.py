@@ -1,0 +1,155 @@
+"""How a service is set up: a YAML file, and options of ``alto serve``."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, field_validator
+
+from alto.errors import SpecError
+from alto.spec.load import read_mapping
+from alto.spec.validation import SpecModel
+
+__all__ = ["MOST_NAME_CHARS", "ServiceSettings", "VllmSettings", "load_settings"]
+
+MIB = 2**20
+MOST_NAME_CHARS = 96
+"""Of a base model's name, as on the Hugging Face hub; with it the name of a fine-tuned model fits its column."""
+
+_SERVER_URL = r"^https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?(/[A-Za-z0-9._~/-]*)?$"
+
+
+class VllmSettings(SpecModel):
+    """A vLLM server that answers for the adapters; started with ``--enable-lora`` and
+    ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=true``, and sees the service's folder at the same path.
+
+    Attributes:
+        url: Its address, such as ``http://127.0.0.1:8000``.
+        api_key: Its bearer key; None sends none.
+        base_model: Name under which it serves the base model. Adapters are for that one of the service's models which
+            has this name or this id, or for the only one.
+        probe_interval_s: Seconds between two looks at whether it still has the adapters.
+        timeout_s: Longest wait for an answer, or for the next piece of one that is streamed.
+    """
+
+    url: str = Field(pattern=_SERVER_URL, description="address of the server")
+    api_key: str | None = Field(default=None, pattern=r"^[!-~]+$", description="its bearer key")
+    base_model: str = Field(min_length=1, description="name of the base model there")
+    probe_interval_s: float = Field(default=10.0, gt=0, le=3600, description="seconds between two probes")
+    timeout_s: float = Field(default=300.0, gt=0, le=3600, description="longest wait for an answer")
+
+
+class ServiceSettings(SpecModel):
+    """Settings of a service.
+
+    Attributes:
+        host, port: Where it listens. Beyond this machine it needs keys.
+        data_dir: Folder of its runs, of files, and of the database where none is named. Servers on one database, and
+            all nodes of a cluster, see it at the same path.
+        database: Address as of SQLAlchemy; None is an SQLite file in ``data_dir``.
+        artefacts: Where uploaded files and adapters are kept, a path or any URL of fsspec; None is in ``data_dir``.
+        cluster, total_gpus, strategy: As of :class:`alto.Engine`.
+        models: Base models by the names that requests give: shipped names, hub ids or local folders.
+        hub_models: Whether requests may also name any model of the Hugging Face hub.
+        trust_remote_code: Models among ``models`` whose own Python code may run.
+        max_upload_bytes: Largest file.
+        max_request_bytes: Largest body of any other request.
+        max_jobs: Most configurations of one task.
+        max_gpus, max_tasks, max_bytes, requests_per_s: Limits of tenants that have none of their own.
+        vllm: A server that answers for the adapters; None where there is none.
+        hub_push: Whether tenants may upload their adapters to the Hugging Face hub, with the token of the service, to
+            any repository that this token can write.
+        json_logs: Logs are lines of JSON.
+    """
+
+    host: str = Field(default="127.0.0.1", min_length=1, description="address to listen on")
+    port: int = Field(default=8100, ge=0, le=65535, description="port to listen on")
+    data_dir: str = Field(default="alto-service", min_length=1, description="folder of runs, files and the database")
+    database: str | None = Field(default=None, min_length=1, description="address of the database")
+    artefacts: str | None = Field(default=None, min_length=1, description="where files and adapters are kept")
+    cluster: str = Field(default="local", min_length=1, description="what tasks run on")
+    total_gpus: int | None = Field(default=None, ge=1, description="GPUs to use at most")
+    strategy: str = Field(default="adapter_parallel", description="how a task uses several GPUs")
+    models: Mapping[str, str] = Field(default={"alto-tiny": "alto-tiny"}, description="base models by name")
+    hub_models: bool = Field(default=False, description="whether requests may name any model of the hub")
+    trust_remote_code: tuple[str, ...] = Field(default=(), description="models whose own code may run")
+    max_upload_bytes: int = Field(default=512 * MIB, ge=1, description="largest file")
+    max_request_bytes: int = Field(default=MIB, ge=1024, description="largest other request")
+    max_jobs: int = Field(default=1000, ge=1, le=10_000, description="most jobs of one task")
+    max_gpus: int | None = Field(default=None, ge=1, description="GPUs of a tenant at a time")
+    max_tasks: int | None = Field(default=None, ge=1, description="open tasks of a tenant")
+    max_bytes: int | None = Field(default=None, ge=1, description="bytes of a tenant's files")
+    requests_per_s: float | None = Field(default=None, gt=0, description="requests of a tenant a second")
+    vllm: VllmSettings | None = Field(default=None, description="a server that answers for the adapters")
+    hub_push: bool = Field(default=False, description="whether adapters may be uploaded to the hub")
+    json_logs: bool = Field(default=False, description="logs are lines of JSON")
+
+    @field_validator("trust_remote_code", mode="before")
+    @classmethod
+    def _accept_list(cls, value: object) -> object:
+        return tuple(value) if isinstance(value, list) else value
+
+    @field_validator("models")
+    @classmethod
+    def _check_names(cls, value: Mapping[str, str]) -> Mapping[str, str]:
+        for name in value:
+            if not 0 < len(name) <= MOST_NAME_CHARS:
+                raise ValueError(
+                    f"should have names of 1 to {MOST_NAME_CHARS} characters, found {name[:120]!r}. Choose another "
+                    "name."
+                )
+        return value
+
+    @field_validator("vllm", mode="before")
+    @classmethod
+    def _accept_mapping(cls, value: object) -> object:
+        return VllmSettings(**value) if isinstance(value, Mapping) else value
+
+    @property
+    def root(self) -> Path:
+        """The data folder, absolute."""
+        return Path(self.data_dir).expanduser().resolve()
+
+    @property
+    def database_url(self) -> str:
+        """Address of the database."""
+        return self.database or f"sqlite:///{self.root / 'alto.db'}"
+
+    @property
+    def artefact_url(self) -> str:
+        """Where files and adapters are kept."""
+        return self.artefacts or str(self.root / "artefacts")
+
+    def is_served(self, base_model: str) -> bool:
+        """Whether the vLLM server has the base model that requests call ``base_model``."""
+        if self.vllm is None:
+            return False
+        if self.vllm.base_model in (base_model, self.models.get(base_model)):
+            return True
+        return not self.hub_models and list(self.models) == [base_model]
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine reaches the service."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+
+def load_settings(path: str | Path | None, options: Mapping[str, Any]) -> ServiceSettings:
+    """The settings of a YAML file, if one is given, with ``options`` in place of its own.
+
+    Raises:
+        SpecError: No such file, or a value is out of its domain.
+        UnknownKeyError: A key that is no setting.
+    """
+    written = {} if path is None else read_mapping(Path(path), "settings", "port: 8100")
+    if any(not isinstance(key, str) for key in written):
+        raise SpecError(f"{path} should have text for keys, found another one. Put the key in quotes.")
+    return ServiceSettings(**{**written, **options})

@@ -1,0 +1,101 @@
+"""Jobs: their states, and who may change them when.
+
+The status in the database is what the user wants and sees; the coordinator makes it so. All changes lock the row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from alto.service.errors import not_found, refused
+from alto.service.ids import now
+from alto.service.store.events import add_event
+from alto.service.store.tables import JobRow
+
+__all__ = ["ENDED", "OPEN", "cancel_job", "count_open", "find_job", "lock_job", "pause_job", "resume_job"]
+
+OPEN = ("validating_files", "queued", "running", "paused")
+ENDED = ("succeeded", "failed", "cancelled")
+
+
+def find_job(session: Session, tenant: str, job: str) -> JobRow:
+    """A job of a tenant.
+
+    Raises:
+        ApiError: There is none.
+    """
+    row = session.scalar(select(JobRow).where(JobRow.id == job, JobRow.tenant == tenant))
+    if row is None:
+        raise not_found("fine-tuning job", job, "fine_tuning_job_id")
+    return row
+
+
+def lock_job(session: Session, job: str) -> JobRow | None:
+    """The present row of a job, which no other transaction changes until this one ends."""
+    return session.scalar(
+        select(JobRow).where(JobRow.id == job).with_for_update().execution_options(populate_existing=True)
+    )
+
+
+def count_open(session: Session, tenant: str) -> int:
+    """Jobs of a tenant that have not ended."""
+    statement = select(func.count()).select_from(JobRow).where(JobRow.tenant == tenant, JobRow.status.in_(OPEN))
+    return session.scalar(statement) or 0
+
+
+def cancel_job(session: Session, tenant: str, job: str) -> JobRow:
+    """End a job; an executor of it saves and ends soon.
+
+    Raises:
+        ApiError: There is no such job, or it has ended otherwise.
+    """
+    row, before = _changed(session, tenant, job, dict.fromkeys((*OPEN, "cancelled"), "cancelled"), "cancelled")
+    if before != "cancelled":
+        row.finished_at, row.estimated_finish = now(), None
+        add_event(session, row, "Fine-tuning job cancelled")
+    return row
+
+
+def pause_job(session: Session, tenant: str, job: str) -> JobRow:
+    """Have a job wait for :func:`resume_job`; an executor of it saves and ends soon.
+
+    Raises:
+        ApiError: There is no such job, or it neither waits nor runs.
+    """
+    row, before = _changed(session, tenant, job, dict.fromkeys(("queued", "running", "paused"), "paused"), "paused")
+    if before != "paused":
+        row.estimated_finish = None
+        add_event(session, row, "Fine-tuning job paused; resume it to continue from its checkpoint")
+    return row
+
+
+def resume_job(session: Session, tenant: str, job: str) -> JobRow:
+    """Let a paused job continue from its checkpoint, once it is its turn.
+
+    Raises:
+        ApiError: There is no such job, or it is not paused.
+    """
+    row, before = _changed(
+        session, tenant, job, {"paused": "queued", "queued": "queued", "running": "running"}, "resumed"
+    )
+    if before == "paused":
+        add_event(session, row, "Fine-tuning job resumed and queued")
+    return row
+
+
+def _changed(session: Session, tenant: str, job: str, to: Mapping[str, str], what: str) -> tuple[JobRow, str]:
+    """The row of a job with its new status, and the one that it had."""
+    find_job(session, tenant, job)
+    row = lock_job(session, job)
+    assert row is not None, "rows of jobs stay"
+    if row.status not in to:
+        raise refused(
+            f"fine_tuning_job_id: expected a job that can be {what}, found {row.id} {row.status}; nothing was changed",
+            "fine_tuning_job_id",
+            "invalid_state",
+        )
+    before, row.status = row.status, to[row.status]
+    return row, before

@@ -1,0 +1,136 @@
+"""The database of the service: opening, migrating, and transactions."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from alembic import command
+from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import Engine, create_engine, event, make_url
+from sqlalchemy.engine import URL, Connection
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.orm import Session
+
+from alto.errors import ServiceError
+
+__all__ = ["Store"]
+
+MIGRATIONS = Path(__file__).parent / "migrations"
+BUSY_S = 30.0
+"""Longest wait for another writer of an SQLite file."""
+
+_WRITES = "alto_writes"
+_COMMON: Mapping[str, Any] = {"hide_parameters": True}
+"""Logs have errors of the database, and must not have what users sent."""
+
+
+class Store:
+    """Transactions on the service's database. Used by any thread.
+
+    Args:
+        url: As of SQLAlchemy: ``sqlite:///FILE`` or ``postgresql+psycopg://…``.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = _checked(url)
+        self._engine = _engine(self.url)
+        self._writing = self._engine.execution_options(**{_WRITES: True})
+
+    @property
+    def is_sqlite(self) -> bool:
+        """Whether the database is a file that one writer changes at a time."""
+        return self.url.get_backend_name() == "sqlite"
+
+    def migrate(self) -> None:
+        """Bring the tables to this version's form, from that of any older one.
+
+        Raises:
+            ServiceError: The database cannot be reached, or was written by a newer version.
+        """
+        config = Config()
+        config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
+        script = ScriptDirectory.from_config(config)
+        try:
+            with self._writing.begin() as connection:
+                found = MigrationContext.configure(connection).get_current_revision()
+                if found is not None and found not in {each.revision for each in script.walk_revisions()}:
+                    raise ServiceError(
+                        f"database: expected one of revision {script.get_current_head()} or older, found {found}, "
+                        "which a newer version of ALTO has written; upgrade this one, or restore a backup"
+                    )
+                config.attributes["connection"] = connection
+                command.upgrade(config, "head")
+        except SQLAlchemyError as error:
+            raise ServiceError(
+                f"database: expected one that can be reached and written, found {_shown(self.url)}: "
+                f"{_first_line(error)}; check the address, and that its server runs"
+            ) from error
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[Session]:
+        """A transaction that only reads."""
+        with Session(self._engine, expire_on_commit=False) as session:
+            yield session
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[Session]:
+        """A transaction that is committed at the end of the block, or not at all."""
+        with Session(self._writing, expire_on_commit=False) as session, session.begin():
+            yield session
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._engine.dispose()
+
+
+def _checked(url: str) -> URL:
+    try:
+        found = make_url(url)
+        name = found.get_backend_name()
+    except (SQLAlchemyError, ValueError):
+        name = ""
+    if name not in ("sqlite", "postgresql"):
+        raise ServiceError(
+            "database: expected sqlite:///FILE or postgresql+psycopg://USER:PASSWORD@HOST/NAME, found another address; "
+            "correct it"
+        )
+    return found
+
+
+def _engine(url: URL) -> Engine:
+    if url.get_backend_name() != "sqlite":
+        return create_engine(url, pool_pre_ping=True, pool_size=20, max_overflow=20, **_COMMON)
+    engine = create_engine(
+        url, connect_args={"timeout": BUSY_S, "check_same_thread": False}, pool_size=20, max_overflow=30, **_COMMON
+    )
+    event.listen(engine, "connect", _on_connect)
+    event.listen(engine, "begin", _on_begin)
+    return engine
+
+
+def _on_connect(connection: Any, _: object) -> None:
+    connection.isolation_level = None  # transactions begin as told in `_on_begin`, not with the first statement
+    cursor = connection.cursor()
+    cursor.execute("PRAGMA journal_mode=WAL")
+    cursor.execute("PRAGMA synchronous=FULL")  # what was accepted survives a loss of power
+    cursor.execute("PRAGMA foreign_keys=ON")
+    cursor.close()
+
+
+def _on_begin(connection: Connection) -> None:
+    # A transaction that read first and writes then would fail where another one wrote in between.
+    immediate = connection.get_execution_options().get(_WRITES, False)
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if immediate else "BEGIN")
+
+
+def _shown(url: URL) -> str:
+    return url.render_as_string(hide_password=True)
+
+
+def _first_line(error: SQLAlchemyError) -> str:
+    return str(getattr(error, "orig", None) or error).partition("\n")[0]

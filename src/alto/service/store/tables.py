@@ -1,0 +1,292 @@
+"""The tables of the service. Times are unix seconds; whatever has an order of its own is numbered by the database."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import JSON, BigInteger, Boolean, Float, ForeignKey, Integer, MetaData, String, Text
+from sqlalchemy.dialects.postgresql import JSONB
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+__all__ = [
+    "AliasRow",
+    "Base",
+    "Checkpoint",
+    "FileRow",
+    "JobEvent",
+    "JobRow",
+    "KeyRow",
+    "LeaderRow",
+    "ModelRow",
+    "PartRow",
+    "ReplayRow",
+    "Tenant",
+    "UploadRow",
+]
+
+Json = JSON().with_variant(JSONB(), "postgresql")
+Number = BigInteger().with_variant(Integer(), "sqlite")
+"""Of rows; SQLite numbers only columns of this type by itself."""
+
+
+class Base(DeclarativeBase):
+    """What all tables share."""
+
+    metadata = MetaData(
+        naming_convention={
+            "ix": "ix_%(table_name)s_%(column_0_name)s",
+            "uq": "uq_%(table_name)s_%(column_0_name)s",
+            "fk": "fk_%(table_name)s_%(column_0_name)s",
+            "pk": "pk_%(table_name)s",
+        }
+    )
+
+
+class Tenant(Base):
+    """Whoever has keys, files and jobs of its own.
+
+    Attributes:
+        max_gpus: The most GPUs that its tasks have at a time; None sets no limit, as below.
+        max_tasks: The most tasks that wait or run.
+        max_bytes: Of all its files.
+        requests_per_s: Requests that are answered, on the average of some seconds.
+        shares_executors: Whether its tasks may be trained in one process with those of other tenants.
+    """
+
+    __tablename__ = "tenants"
+
+    name: Mapped[str] = mapped_column(String(64), primary_key=True)
+    created_at: Mapped[int] = mapped_column(BigInteger)
+    max_gpus: Mapped[int | None] = mapped_column(Integer)
+    max_tasks: Mapped[int | None] = mapped_column(Integer)
+    max_bytes: Mapped[int | None] = mapped_column(BigInteger)
+    requests_per_s: Mapped[float | None] = mapped_column(Float)
+    shares_executors: Mapped[bool] = mapped_column(Boolean, default=False)
+
+
+class KeyRow(Base):
+    """A bearer key; only a hash of its secret is kept.
+
+    Attributes:
+        secret_hash: SHA-256 of the secret, which has 256 random bits, as hexadecimal digits.
+        scopes: What it allows, see :data:`alto.service.access.SCOPES`.
+    """
+
+    __tablename__ = "keys"
+
+    id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    tenant: Mapped[str] = mapped_column(ForeignKey("tenants.name"), index=True)
+    name: Mapped[str] = mapped_column(String(100))
+    secret_hash: Mapped[str] = mapped_column(String(64), unique=True)
+    scopes: Mapped[list[str]] = mapped_column(Json)
+    created_at: Mapped[int] = mapped_column(BigInteger)
+    expires_at: Mapped[int | None] = mapped_column(BigInteger)
+    revoked_at: Mapped[int | None] = mapped_column(BigInteger)
+
+
+class FileRow(Base):
+    """A file. Rows of deleted ones stay, without name and content, so that pages can begin after them.
+
+    Attributes:
+        status: ``processed``, or ``error`` with the reason in ``status_details``.
+        sha256: Of the content, as hexadecimal digits.
+    """
+
+    __tablename__ = "files"
+
+    number: Mapped[int] = mapped_column(Number, primary_key=True, autoincrement=True)
+    id: Mapped[str] = mapped_column(String(64), unique=True)
+    tenant: Mapped[str] = mapped_column(String(64), index=True)
+    filename: Mapped[str] = mapped_column(Text)
+    purpose: Mapped[str] = mapped_column(String(64))
+    num_bytes: Mapped[int] = mapped_column(BigInteger)
+    sha256: Mapped[str] = mapped_column(String(64))
+    created_at: Mapped[int] = mapped_column(BigInteger)
+    expires_at: Mapped[int | None] = mapped_column(BigInteger)
+    deleted_at: Mapped[int | None] = mapped_column(BigInteger)
+    status: Mapped[str] = mapped_column(String(16))
+    status_details: Mapped[str | None] = mapped_column(Text)
+
+
+class UploadRow(Base):
+    """A file that comes in parts."""
+
+    __tablename__ = "uploads"
+
+    id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    tenant: Mapped[str] = mapped_column(String(64), index=True)
+    filename: Mapped[str] = mapped_column(Text)
+    purpose: Mapped[str] = mapped_column(String(64))
+    num_bytes: Mapped[int] = mapped_column(BigInteger)
+    created_at: Mapped[int] = mapped_column(BigInteger)
+    expires_at: Mapped[int] = mapped_column(BigInteger)
+    expires_after_s: Mapped[int | None] = mapped_column(BigInteger)
+    status: Mapped[str] = mapped_column(String(16))
+    file: Mapped[str | None] = mapped_column(String(64))
+
+
+class PartRow(Base):
+    """A part of an upload."""
+
+    __tablename__ = "upload_parts"
+
+    id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    upload: Mapped[str] = mapped_column(ForeignKey("uploads.id"), index=True)
+    created_at: Mapped[int] = mapped_column(BigInteger)
+    num_bytes: Mapped[int] = mapped_column(BigInteger)
+
+
+class JobRow(Base):
+    """A fine-tuning job of the API: a task of ALTO.
+
+    Attributes:
+        request: The body it was created with, as it was sent.
+        task: Keys and values of its task, with the names of uploaded files in place of paths.
+        pairs: Its metadata.
+        error: Code, message and param, where it failed.
+        result: What the API says about its end; None before.
+        run_dir: Folder of its run below the service's; None before it is made.
+        lease: How often a run of it was given to the control plane. An executor with an older lease is refused by the
+            run's folder.
+        num_events: Number of its last event.
+        journal_seq: Entries of the run's journal that became events.
+    """
+
+    __tablename__ = "jobs"
+
+    number: Mapped[int] = mapped_column(Number, primary_key=True, autoincrement=True)
+    id: Mapped[str] = mapped_column(String(64), unique=True)
+    tenant: Mapped[str] = mapped_column(String(64), index=True)
+    status: Mapped[str] = mapped_column(String(32), index=True)
+    created_at: Mapped[int] = mapped_column(BigInteger)
+    started_at: Mapped[int | None] = mapped_column(BigInteger)
+    finished_at: Mapped[int | None] = mapped_column(BigInteger)
+    estimated_finish: Mapped[int | None] = mapped_column(BigInteger)
+    model: Mapped[str] = mapped_column(Text)
+    training_file: Mapped[str] = mapped_column(String(64))
+    validation_file: Mapped[str | None] = mapped_column(String(64))
+    seed: Mapped[int] = mapped_column(BigInteger)
+    suffix: Mapped[str | None] = mapped_column(String(64))
+    priority: Mapped[int] = mapped_column(Integer, default=0)
+    request: Mapped[dict[str, Any]] = mapped_column(Json)
+    task: Mapped[dict[str, Any]] = mapped_column(Json)
+    pairs: Mapped[dict[str, str] | None] = mapped_column(Json)
+    error: Mapped[dict[str, Any] | None] = mapped_column(Json)
+    result: Mapped[dict[str, Any] | None] = mapped_column(Json)
+    fine_tuned_model: Mapped[str | None] = mapped_column(Text)
+    run_dir: Mapped[str | None] = mapped_column(Text)
+    lease: Mapped[int] = mapped_column(Integer, default=0)
+    num_events: Mapped[int] = mapped_column(Integer, default=0)
+    journal_seq: Mapped[int] = mapped_column(Integer, default=0)
+
+
+class JobEvent(Base):
+    """An event of a job; ``number`` counts from 1 within the job, without gaps, in the order of commits."""
+
+    __tablename__ = "job_events"
+
+    job: Mapped[str] = mapped_column(String(64), primary_key=True)
+    number: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
+    created_at: Mapped[int] = mapped_column(BigInteger)
+    level: Mapped[str] = mapped_column(String(8))
+    type: Mapped[str] = mapped_column(String(16))
+    message: Mapped[str] = mapped_column(Text)
+    data: Mapped[dict[str, Any] | None] = mapped_column(Json)
+
+
+class Checkpoint(Base):
+    """A step of a job of a task with a new best validation loss; its adapter replaces that of the checkpoint before.
+
+    Attributes:
+        task_job: Job of the task.
+        model: Name by which it is listed.
+    """
+
+    __tablename__ = "checkpoints"
+
+    number: Mapped[int] = mapped_column(Number, primary_key=True, autoincrement=True)
+    id: Mapped[str] = mapped_column(String(64), unique=True)
+    job: Mapped[str] = mapped_column(String(64), index=True)
+    task_job: Mapped[str] = mapped_column(String(64))
+    step: Mapped[int] = mapped_column(Integer)
+    created_at: Mapped[int] = mapped_column(BigInteger)
+    model: Mapped[str] = mapped_column(Text)
+    metrics: Mapped[dict[str, Any]] = mapped_column(Json)
+
+
+class ModelRow(Base):
+    """A model that a job has returned.
+
+    Attributes:
+        adapter: Folder of the adapter among the artefacts.
+        serving: State of its registration with a vLLM server: ``none``, ``pending``, ``ready`` or ``failed``. A deleted
+            one is ``none`` once the server has it no longer.
+        serving_details: Why it failed, waits, or is not registered.
+    """
+
+    __tablename__ = "models"
+
+    number: Mapped[int] = mapped_column(Number, primary_key=True, autoincrement=True)
+    id: Mapped[str] = mapped_column(String(512), unique=True)
+    tenant: Mapped[str] = mapped_column(String(64), index=True)
+    job: Mapped[str] = mapped_column(String(64))
+    base_model: Mapped[str] = mapped_column(Text)
+    adapter: Mapped[str] = mapped_column(Text)
+    created_at: Mapped[int] = mapped_column(BigInteger)
+    deleted_at: Mapped[int | None] = mapped_column(BigInteger)
+    serving: Mapped[str] = mapped_column(String(16), default="none")
+    serving_details: Mapped[str | None] = mapped_column(Text)
+
+
+class AliasRow(Base):
+    """A name that moves to the newest model of a tenant, base model and suffix that answers.
+
+    Attributes:
+        model: Id of that model.
+        moved_at: When it moved there.
+    """
+
+    __tablename__ = "aliases"
+
+    name: Mapped[str] = mapped_column(String(512), primary_key=True)
+    tenant: Mapped[str] = mapped_column(String(64), index=True)
+    base_model: Mapped[str] = mapped_column(Text)
+    suffix: Mapped[str] = mapped_column(String(64))
+    model: Mapped[str] = mapped_column(String(512), index=True)
+    created_at: Mapped[int] = mapped_column(BigInteger)
+    moved_at: Mapped[int] = mapped_column(BigInteger)
+
+
+class ReplayRow(Base):
+    """What a request has created, so that its repetition creates nothing.
+
+    Attributes:
+        digest: SHA-256 of tenant, path, and the idempotency key or the body.
+        body_hash: SHA-256 of the body.
+        kind: Table of what was created; ``id`` is its id there.
+    """
+
+    __tablename__ = "replays"
+
+    digest: Mapped[str] = mapped_column(String(64), primary_key=True)
+    body_hash: Mapped[str] = mapped_column(String(64))
+    kind: Mapped[str] = mapped_column(String(16))
+    id: Mapped[str] = mapped_column(String(64))
+    created_at: Mapped[int] = mapped_column(BigInteger, index=True)
+
+
+class LeaderRow(Base):
+    """The one server that drives the control plane.
+
+    Attributes:
+        epoch: Counts leaders. What an earlier one writes is refused.
+        beat: Counts its signs of life; others take over once it has stood still for long, on their own clocks.
+        holder: Machine, process and start of the leader.
+    """
+
+    __tablename__ = "leader"
+
+    id: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
+    epoch: Mapped[int] = mapped_column(BigInteger)
+    beat: Mapped[int] = mapped_column(BigInteger)
+    holder: Mapped[str] = mapped_column(Text)

@@ -1,0 +1,1 @@
+"""HTTP: what every request passes before it is answered."""

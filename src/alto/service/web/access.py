@@ -1,0 +1,110 @@
+"""Who sends a request, and whether it may."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated
+from urllib.parse import urlsplit
+
+from fastapi import Depends, Request
+
+from alto.service.access import Caller, caller_of, has_keys
+from alto.service.context import service_of
+from alto.service.errors import ApiError
+
+__all__ = ["COOKIE", "Reader", "Talker", "Writer", "caller", "check_origin"]
+
+COOKIE = "alto_key"
+"""Holds the key of a browser, which the dashboard sets."""
+
+_SAFE = ("GET", "HEAD", "OPTIONS")
+_LOCAL = ("localhost", "127.0.0.1", "::1")
+
+
+def caller(request: Request) -> Caller:
+    """Whose request it is.
+
+    Raises:
+        ApiError: It has no key that counts, comes from a page of another site, or there are too many.
+    """
+    known: Caller | None = getattr(request.state, "caller", None)
+    if known is not None:  # asked before the body was read
+        return known
+    service = service_of(request)
+    secret = _secret_of(request)
+    with service.store.reading() as session:
+        found = None if secret is None else caller_of(session, secret)
+        if found is None:
+            if not service.settings.is_loopback or has_keys(session):
+                raise _unauthorised(secret)
+            _check_local(request)
+            found = service.open_caller
+    check_origin(request)
+    limit = found.requests_per_s
+    service.rates.take(found.tenant, service.settings.requests_per_s if limit is None else limit)
+    request.state.caller, request.state.tenant = found, found.tenant
+    return found
+
+
+def _needs(scope: str) -> Callable[[Caller], Caller]:
+    def allowed(found: Annotated[Caller, Depends(caller)]) -> Caller:
+        if scope not in found.scopes:
+            raise ApiError(
+                403,
+                f"expected a key with the scope {scope!r}, found one with {', '.join(sorted(found.scopes))}; use "
+                "another key",
+                code="insufficient_scope",
+            )
+        return found
+
+    return allowed
+
+
+Reader = Annotated[Caller, Depends(_needs("read"))]
+Writer = Annotated[Caller, Depends(_needs("write"))]
+Talker = Annotated[Caller, Depends(_needs("chat"))]
+
+
+def _secret_of(request: Request) -> str | None:
+    kind, _, secret = request.headers.get("authorization", "").partition(" ")
+    if kind.lower() == "bearer" and secret.strip():
+        return secret.strip()
+    return request.cookies.get(COOKIE)
+
+
+def _unauthorised(secret: str | None) -> ApiError:
+    found = "none" if secret is None else "one that is unknown, expired or revoked"
+    return ApiError(
+        401,
+        f"expected a key of this service in the header 'Authorization: Bearer …', found {found}; make one with: "
+        "alto keys create",
+        code="invalid_api_key",
+        headers={"WWW-Authenticate": "Bearer"},
+    )
+
+
+def _check_local(request: Request) -> None:
+    """Without keys, only names of this machine are answered: a page of another site could give its own name this
+    machine's address."""
+    host = request.headers.get("host", "")
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+    except ValueError:  # brackets without an address in them
+        name = host
+    if name not in _LOCAL:
+        raise ApiError(
+            403,
+            f"Host: expected localhost while the service needs no key, found {name[:100]!r}; use that, or make "
+            "keys with: alto keys create",
+            code="unknown_host",
+        )
+
+
+def check_origin(request: Request) -> None:
+    """A page of another site cannot act for the user of this browser."""
+    origin = request.headers.get("origin")
+    if origin is None or request.method in _SAFE:
+        return
+    # As text: a browser writes an origin in one form only.
+    if origin.partition("://")[2] != request.headers.get("host", ""):
+        raise ApiError(403, f"Origin: expected a page of this service, found {origin[:100]!r}", code="foreign_origin")

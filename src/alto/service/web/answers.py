@@ -1,0 +1,190 @@
+"""Answers that every handler may give: errors, in one form; and a number for each request."""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+from sqlalchemy.exc import OperationalError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from alto.errors import AltoError
+from alto.service.errors import ApiError
+from alto.service.web.counts import RequestCounts
+
+__all__ = ["ERROR_ANSWERS", "ErrorAnswer", "RequestIds", "add_error_answers"]
+
+_LOG = logging.getLogger("alto.service.requests")
+_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+_MOST_WHERE_CHARS = 200
+_SECURITY = (
+    (b"x-content-type-options", b"nosniff"),
+    (b"x-frame-options", b"DENY"),
+    (b"referrer-policy", b"same-origin"),
+)
+
+
+class _Error(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(BaseModel):
+    """How every error is answered."""
+
+    error: _Error
+
+
+ERROR_ANSWERS: Mapping[int | str, dict[str, Any]] = {
+    status: {"model": ErrorAnswer, "description": description}
+    for status, description in (
+        (400, "The request cannot be carried out as it is."),
+        (401, "There is no key that counts."),
+        (403, "The key does not have the scope, or the page is of another site."),
+        (404, "There is no such object of the tenant."),
+        (413, "The body is too long."),
+        (429, "There are too many requests, tasks or bytes; Retry-After has seconds."),
+        ("default", "The service failed, or is not ready."),
+    )
+}
+"""What the document of the API says of each operation."""
+
+
+class RequestIds:
+    """Names every request in its answer and in the log, which holds no query, body or key; and counts it.
+
+    Args:
+        app: What answers the request.
+        counts: Of all requests.
+    """
+
+    def __init__(self, app: ASGIApp, *, counts: RequestCounts) -> None:
+        self._app = app
+        self._counts = counts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
+        name = given if _ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
+        scope.setdefault("state", {})["request_id"] = name
+        began, status = time.monotonic(), 0
+
+        async def named_send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message = {**message, "headers": [*message["headers"], *_headers_of(name)]}
+            await send(message)
+
+        try:
+            await self._app(scope, receive, named_send)
+        finally:
+            route = _label_of(scope)
+            duration_s = time.monotonic() - began
+            # A method may be any word: one that no route has is not counted by its name.
+            is_known = route != "unknown" and scope["method"] in _METHODS
+            self._counts.add(scope["method"] if is_known else "any", route, status, duration_s)
+            _LOG.info(
+                "request",
+                extra={
+                    "request_id": name,
+                    "method": scope["method"],
+                    "route": route,
+                    "status": status,
+                    "duration_s": round(duration_s, 4),
+                    "tenant": scope.get("state", {}).get("tenant"),
+                },
+            )
+
+
+def _label_of(scope: Scope) -> str:
+    """The route of a request, with names in place of ids."""
+    path = getattr(scope.get("route"), "path", None)
+    if path is None:
+        return "unknown"
+    prefix = "/" + scope["path"].split("/", 2)[1]
+    path = str(path)
+    return path if path.startswith(prefix) or prefix not in ("/v1", "/api") else prefix + path
+
+
+def add_error_answers(app: FastAPI) -> None:
+    """Have every error of ``app`` answered in OpenAI's form."""
+    app.add_exception_handler(ApiError, _on_api_error)
+    app.add_exception_handler(RequestValidationError, _on_invalid)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(AltoError, _on_alto_error)
+    app.add_exception_handler(OperationalError, _on_database_error)
+    app.add_exception_handler(Exception, _on_error)
+
+
+def _answer(error: ApiError) -> Response:
+    return JSONResponse(error.body(), status_code=error.status, headers=error.headers)
+
+
+def _on_api_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return _answer(error)
+
+
+def _on_invalid(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"] if part not in ("body", "query", "path", "header"))
+    where = where[:_MOST_WHERE_CHARS]
+    return _answer(ApiError(400, f"{where or 'body'}: {first['msg']}", param=where or None, code="invalid_value"))
+
+
+def _on_http_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    code = {404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code)
+    return _answer(ApiError(error.status_code, str(error.detail), code=code, headers=error.headers))
+
+
+def _on_alto_error(_: Request, error: Exception) -> Response:
+    return _answer(ApiError(400, str(error), code="invalid_value"))
+
+
+def _on_database_error(request: Request, error: Exception) -> Response:
+    _LOG.error("the database refused a transaction", extra={"request_id": _id_of(request)}, exc_info=error)
+    return _answer(
+        ApiError(
+            503,
+            "expected a database that can be written, found one that is busy, full or gone; nothing was changed, try "
+            "again",
+            code="database_unavailable",
+            headers={"Retry-After": "2"},
+        )
+    )
+
+
+def _on_error(request: Request, error: Exception) -> Response:
+    _LOG.error("a request failed", extra={"request_id": _id_of(request)}, exc_info=error)
+    message = f"the service failed at request {_id_of(request)}; its log has the cause"
+    # Its answer is sent from outside of `RequestIds`.
+    headers = {key.decode(): value.decode() for key, value in _headers_of(_id_of(request))}
+    headers["connection"] = "close"  # as the server does after an exception
+    return _answer(ApiError(500, message, code="internal_error", headers=headers))
+
+
+def _headers_of(name: str) -> list[tuple[bytes, bytes]]:
+    """Headers of the answer to the request ``name``."""
+    return [(b"x-request-id", name.encode()), *_SECURITY]
+
+
+def _id_of(request: Request) -> str:
+    return str(getattr(request.state, "request_id", ""))

@@ -1,0 +1,101 @@
+"""Bodies of requests: read only from those who may send them, and holding only what can be kept and answered."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fastapi import Request
+from fastapi.routing import APIRoute
+from starlette.concurrency import run_in_threadpool
+from starlette.responses import Response
+
+from alto.service.errors import ApiError, refused
+from alto.service.web.access import caller
+
+__all__ = ["BodyRoute", "check_values"]
+
+_MOST_FILES = 1
+_MOST_FIELDS = 16
+_MOST_FIELD_BYTES = 64 * 1024
+_MOST_DEPTH = 32
+_LARGEST_INTEGER = 2**63
+
+
+class BodyRoute(APIRoute):
+    """A route whose body is read once its sender is known."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """The handler, with what is checked before it."""
+        handle = super().get_route_handler()
+
+        async def checked(request: Request) -> Response:
+            if self.body_field is None:
+                return await handle(request)
+            await run_in_threadpool(caller, request)
+            kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+            # Both are kept by the request, and the framework finds them there: it would hide the error of a body that
+            # is too long.
+            if kind in ("multipart/form-data", "application/x-www-form-urlencoded"):
+                await request.form(max_files=_MOST_FILES, max_fields=_MOST_FIELDS, max_part_size=_MOST_FIELD_BYTES)
+            else:
+                body = await request.body()
+                if body and (kind == "application/json" or kind.endswith("+json")):
+                    request._json = _parsed(body)
+            return await handle(request)
+
+        return checked
+
+
+def check_values(value: object) -> None:
+    """Check that values of JSON can be kept and answered: bounded in depth, finite, 64 bits, text that is text.
+
+    Raises:
+        ApiError: Some cannot.
+    """
+    level: list[object] = [value]
+    for _ in range(_MOST_DEPTH):
+        following: list[object] = []
+        for each in level:
+            if isinstance(each, str):
+                _check_text(each)
+            elif isinstance(each, dict):
+                for key in each:
+                    _check_text(key)
+                following.extend(each.values())
+            elif isinstance(each, list):
+                following.extend(each)
+            elif isinstance(each, float) and not math.isfinite(each):
+                raise _refused("finite numbers", str(each))
+            elif isinstance(each, int) and not -_LARGEST_INTEGER <= each < _LARGEST_INTEGER:
+                raise _refused("whole numbers of 64 bits", f"one of {each.bit_length()} bits")
+        level = following
+        if not level:
+            return
+    raise _refused(f"values nested at most {_MOST_DEPTH} deep", "deeper ones")
+
+
+def _parsed(body: bytes) -> Any:
+    try:
+        found = json.loads(body)
+    except RecursionError:
+        raise _refused(f"values nested at most {_MOST_DEPTH} deep", "deeper ones") from None
+    except ValueError:  # no JSON, no UTF-8, or a number of thousands of digits
+        raise _refused("JSON in UTF-8", "something else") from None
+    check_values(found)
+    return found
+
+
+def _check_text(text: str) -> None:
+    if "\0" in text:
+        raise _refused("text without the character NUL", "one with it")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise _refused("text of whole characters", "half of a surrogate pair") from None
+
+
+def _refused(expected: str, found: str) -> ApiError:
+    return refused(f"body: expected {expected}, found {found}; correct it", code="invalid_body")

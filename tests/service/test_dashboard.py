@@ -1,0 +1,364 @@
+"""The pages of the dashboard as a client without scripts receives them."""
+
+from __future__ import annotations
+
+import gzip
+import http.client
+import io
+import json
+import re
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlencode, urlsplit
+
+import pytest
+from html_pages import HOSTILE, Page
+from services import ROWS, Served, served
+
+from alto.service.access import create_key
+from alto.service.dashboard.new_task import FormTexts, request_of
+from alto.service.dashboard.rendering import local_path
+from alto.service.errors import ApiError
+from alto.service.openai.jobs import JobRequest
+from alto.service.store.events import add_event
+from alto.service.store.jobs import lock_job
+from benchmarks.service_lib.plane import simulated_plane
+from benchmarks.service_lib.simulated_cluster import SimulatedCluster
+
+OTHER = "rival"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What a server has sent."""
+
+    status: int
+    headers: http.client.HTTPMessage
+    body: bytes
+
+    @property
+    def text(self) -> str:
+        return self.body.decode()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Browser:
+    """A browser that follows nothing by itself."""
+
+    service: Served
+    key: str = ""
+
+    def get(self, path: str, **headers: str) -> Answer:
+        return self._send("GET", path, None, headers)
+
+    def post(self, path: str, fields: dict[str, str] | None = None, **headers: str) -> Answer:
+        form = {"Content-Type": "application/x-www-form-urlencoded"}
+        return self._send("POST", path, urlencode(fields or {}).encode(), form | headers)
+
+    def _send(self, method: str, path: str, body: bytes | None, headers: dict[str, str]) -> Answer:
+        connection = http.client.HTTPConnection(urlsplit(self.service.url).netloc, timeout=60)
+        if self.key:
+            headers = {"Cookie": f"alto_key={self.key}", **headers}
+        connection.request(method, path, body, {name.replace("_", "-"): value for name, value in headers.items()})
+        answer = connection.getresponse()
+        found = Answer(status=answer.status, headers=answer.headers, body=answer.read())
+        connection.close()
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """A service with keys of two tenants and a finished task of the first."""
+
+    service: Served
+    secret: str
+    rival: str
+    task: str
+
+    @property
+    def browser(self) -> Browser:
+        return Browser(service=self.service, key=self.secret)
+
+    @property
+    def journal(self) -> Path:
+        return self.service.service.settings.root / "runs" / "default" / self.task / "journal.jsonl"
+
+
+@pytest.fixture(scope="module")
+def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
+    root = tmp_path_factory.mktemp("service")
+    models = {"alto-tiny": "alto-tiny", HOSTILE: "alto-tiny"}
+    plane = simulated_plane(root, lambda: SimulatedCluster(duration_s=0.2))
+    with served(root, open_plane=plane, models=models) as service:
+        with service.service.store.writing() as session:
+            secret, rival = create_key(session, "default")[1], create_key(session, OTHER)[1]
+        client = service.client(secret)
+        file = client.files.create(file=(HOSTILE, ROWS), purpose="fine-tune").id
+        task = client.fine_tuning.jobs.create(model=HOSTILE, training_file=file, suffix="sums").id
+        assert service.finished(client, task).status == "succeeded"
+        yield Setup(service=service, secret=secret, rival=rival, task=task)
+
+
+def pages(task: str) -> list[str]:
+    return ["/", "/new", "/cluster", f"/tasks/{task}", "/tasks/none", "/login"]
+
+
+def live(task: str) -> list[str]:
+    return ["/dashboard/tasks", "/dashboard/cluster", f"/dashboard/tasks/{task}"]
+
+
+def test_pages_have_scripts_of_this_server_only_and_no_key(setup: Setup) -> None:
+    for path in pages(setup.task):
+        answer = setup.browser.get(path)
+        assert answer.status == (404 if path == "/tasks/none" else 200), path
+        assert answer.headers["Cache-Control"] == "no-store"
+        policy = dict(part.strip().partition(" ")[::2] for part in answer.headers["Content-Security-Policy"].split(";"))
+        assert policy["default-src"] == "'none'"
+        assert policy["script-src"] == policy["connect-src"] == policy["form-action"] == "'self'"
+        page = Page(answer.text)
+        assert page.scripts, path
+        assert not "".join(page.scripts).strip(), "scripts are files"
+        assert all(address.startswith(("/", "#", "data:,")) for address in page.fetched), path
+        assert len(answer.body) < 100_000, "plotly.js is not in the page"
+    for path in (*pages(setup.task), *live(setup.task)):
+        assert setup.secret not in setup.browser.get(path).text
+
+
+def test_a_task_has_its_numbers_jobs_and_outputs(setup: Setup) -> None:
+    page = setup.browser.get(f"/tasks/{setup.task}").text
+    text = Page(page).text
+    for shown in ("sums", "succeeded", "1.2500", "job-000", "underperforming", "CPU slot hours", "saved by early exit"):
+        assert shown in text
+    assert "The job has successfully completed" in text
+    assert f'href="/api/tasks/{setup.task}/report"' in page
+    found = re.search(r'href="(/api/models/[^"]+/adapter)"', page)
+    assert found is not None
+    with zipfile.ZipFile(io.BytesIO(setup.browser.get(found[1]).body)) as archive:
+        assert {"adapter_config.json", "adapter_model.safetensors"} <= set(archive.namelist())
+        assert json.loads(archive.read("adapter_config.json"))["r"] == 4
+    listed = Page(setup.browser.get("/").text).text
+    for shown in ("sums", "succeeded", "1.2500", "100 %", "40 %"):
+        assert shown in listed
+
+
+def test_money_is_shown_where_a_price_is_known(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "cost" not in Page(setup.browser.get(f"/tasks/{setup.task}").text).text
+    monkeypatch.setenv("ALTO_GPU_HOUR_PRICE", "36000")
+    assert "cost" in Page(setup.browser.get(f"/tasks/{setup.task}").text).text
+    monkeypatch.setenv("ALTO_GPU_HOUR_PRICE", "a lot")
+    answer = setup.browser.get(f"/tasks/{setup.task}")
+    assert answer.status == 500
+    assert "ALTO_GPU_HOUR_PRICE" in Page(answer.text).text
+
+
+def test_an_open_page_is_sent_only_what_is_new(setup: Setup) -> None:
+    for path in live(setup.task):
+        first = setup.browser.get(path)
+        assert first.status == 200
+        again = setup.browser.get(f"{path}?seen={first.headers['X-Version']}")
+        assert (again.status, again.body) == (204, b"")
+    path = f"/dashboard/tasks/{setup.task}"
+    before = setup.browser.get(path)
+    with setup.service.service.store.writing() as session:
+        row = lock_job(session, setup.task)
+        assert row is not None
+        add_event(session, row, "Something new")
+    after = setup.browser.get(f"{path}?seen={before.headers['X-Version']}")
+    assert after.status == 200
+    changed = [
+        name
+        for name, html in json.loads(after.body)["fragments"].items()
+        if html != json.loads(before.body)["fragments"][name]
+    ]
+    assert changed == ["events"]
+
+
+def test_figures_are_those_of_the_report(setup: Setup) -> None:
+    figures = json.loads(setup.browser.get(f"/dashboard/tasks/{setup.task}").body)["figures"]
+    report = Page(setup.browser.get(f"/api/tasks/{setup.task}/report").text)
+    assert report.figures == figures
+    assert [len(trace["x"]) for trace in figures["validation"]["traces"]] == [4, 4]
+
+
+def test_hostile_text_is_shown_as_text(setup: Setup) -> None:
+    kept = setup.journal.read_text()
+    with setup.service.service.store.writing() as session:
+        row = lock_job(session, setup.task)
+        assert row is not None
+        add_event(session, row, f"said {HOSTILE}", level="warn")
+    lines = [json.loads(line) for line in kept.replace("job-001", json.dumps(f"job-001{HOSTILE}")[1:-1]).splitlines()]
+    lines[0]["notes"] = [f"note {HOSTILE}"]
+    for number, job in enumerate(lines[0]["jobs"]):
+        job["config"][f"key{HOSTILE}"] = f"{number}{HOSTILE}"
+    sample = {"prompt": f"asked {HOSTILE}", "reference": HOSTILE, "base": HOSTILE, "adapters": {HOSTILE: HOSTILE}}
+    lines.insert(-1, {**lines[-1], "event": "samples_generated", "samples": [sample], "failure": ""})
+    try:
+        numbered = [{**line, "seq": lines[0]["seq"] + number} for number, line in enumerate(lines)]
+        setup.journal.write_text("".join(json.dumps(line) + "\n" for line in numbered))
+        for path in pages(setup.task):
+            page = setup.browser.get(path).text
+            assert "<script>alert" not in page, path
+            assert "<img src=x" not in page, path
+        text = Page(setup.browser.get(f"/tasks/{setup.task}").text).text
+        for shown in (
+            f"said {HOSTILE}",
+            f"note {HOSTILE}",
+            f"asked {HOSTILE}",
+            f"job-001{HOSTILE}",
+            f"Rows: {HOSTILE.rpartition('/')[2]}",
+        ):
+            assert shown in text
+        found = json.loads(setup.browser.get(f"/dashboard/tasks/{setup.task}").body)
+        for said in (json.dumps(found["figures"]), *found["fragments"].values()):
+            assert "<script>alert" not in said
+            assert "<img src=x" not in said
+    finally:
+        setup.journal.write_text(kept)
+
+
+def test_a_damaged_journal_is_told_and_hides_no_other_task(setup: Setup) -> None:
+    kept = setup.journal.read_text()
+    try:
+        setup.journal.write_text("no JSON\n" + kept)
+        assert setup.browser.get("/").status == 200
+        answer = setup.browser.get(f"/tasks/{setup.task}")
+        assert answer.status == 200
+        assert "journal" in Page(answer.text).text
+    finally:
+        setup.journal.write_text(kept)
+
+
+def test_other_tenants_see_nothing(setup: Setup) -> None:
+    rival = Browser(service=setup.service, key=setup.rival)
+    for path in ("/tasks/{}", "/dashboard/tasks/{}"):
+        answer = rival.get(path.format(setup.task))
+        missing = rival.get(path.format("ftjob-none"))
+        assert answer.status == missing.status == 404
+        assert answer.text.replace(setup.task, "ftjob-none") == missing.text
+    for path in ("/", "/new", "/cluster", "/dashboard/tasks", "/dashboard/cluster"):
+        answer = rival.get(path)
+        assert answer.status == 200
+        assert setup.task not in answer.text
+        assert "sums" not in answer.text
+    assert "another tenant" in Page(rival.get("/cluster").text).text
+
+
+def test_a_key_opens_the_pages_until_it_is_logged_out(setup: Setup) -> None:
+    stranger = Browser(service=setup.service)
+    asked = stranger.get(f"/tasks/{setup.task}?a=b")
+    assert asked.status == 303
+    assert asked.headers["Location"] == f"/login?next=%2Ftasks%2F{setup.task}%3Fa%3Db"
+    assert stranger.get("/dashboard/tasks").status == 401
+    assert f'value="/tasks/{setup.task}?a=b"' in stranger.get(asked.headers["Location"]).text
+
+    wrong = stranger.post("/login", {"key": "alto-wrong-key", "next": "/"})
+    assert wrong.status == 401
+    assert "Set-Cookie" not in wrong.headers
+    assert "alto-wrong-key" not in wrong.text
+    right = stranger.post("/login", {"key": f" {setup.secret}\n", "next": f"/tasks/{setup.task}"})
+    assert (right.status, right.headers["Location"]) == (303, f"/tasks/{setup.task}")
+    assert setup.secret not in right.text
+    cookie = right.headers["Set-Cookie"]
+    assert cookie.startswith(f"alto_key={setup.secret};")
+    for word in ("HttpOnly", "SameSite=strict", "Path=/"):
+        assert word in cookie
+    assert "Secure" not in cookie
+    secure = stranger.post("/login", {"key": setup.secret}, X_Forwarded_Proto="https")
+    assert "Secure" in secure.headers["Set-Cookie"]
+
+    out = setup.browser.post("/logout")
+    assert (out.status, out.headers["Location"]) == (303, "/login")
+    assert out.headers["Set-Cookie"].startswith('alto_key="";')
+
+
+def test_pages_of_other_sites_can_neither_log_in_nor_out(setup: Setup) -> None:
+    foreign = {"Origin": "https://example.com"}
+    answer = setup.browser.post("/login", {"key": setup.rival}, **foreign)
+    assert answer.status == 403
+    assert "Set-Cookie" not in answer.headers
+    assert setup.browser.post("/logout", **foreign).status == 403
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "//example.com",
+        "///example.com",
+        "https://example.com",
+        "/\\example.com",
+        "javascript:alert(1)",
+        "/a\nb",
+        "",
+        "\t//example.com",
+    ],
+)
+def test_a_login_leads_to_no_other_site(path: str) -> None:
+    assert local_path(path) == "/"
+    assert local_path("/tasks/a?b=//c") == "/tasks/a?b=//c"
+
+
+def test_files_of_the_pages_are_kept_by_their_contents(setup: Setup) -> None:
+    addresses = {address for path in pages(setup.task) for address in Page(setup.browser.get(path).text).fetched}
+    assets = sorted(address for address in addresses if address.startswith("/dashboard/assets/"))
+    assert len(assets) == 7
+    stranger = Browser(service=setup.service)  # the page of the login needs them
+    for address in assets:
+        plain, packed = stranger.get(address), stranger.get(address, Accept_Encoding="gzip")
+        assert "immutable" in plain.headers["Cache-Control"]
+        assert gzip.decompress(packed.body) == plain.body
+        old = stranger.get(address.replace(address.split("/")[3], "0123456789abcdef"))
+        assert (old.status, old.headers["Cache-Control"], old.body) == (200, "no-store", plain.body)
+    assert stranger.get("/dashboard/assets/0/templates").status == 404
+
+
+def test_texts_of_the_form_are_numbers_lists_and_ranges() -> None:
+    settings = {"learning_rate": "1e-4, 3e-4", "r": "[8, 16]", "n_epochs": "2", "batch_size": "auto", "beta": ""}
+    texts = FormTexts(
+        model="alto-tiny",
+        training_file="file-1",
+        hyperparameters=settings,
+        seed="7",
+        suffix=" sums ",
+        extra='{"lora_dropout": {"min": 0, "max": 0.1, "num": 2}}',
+    )
+    found = request_of(None, texts)  # type: ignore[arg-type]
+    JobRequest(**found)
+    assert found == {
+        "model": "alto-tiny",
+        "training_file": "file-1",
+        "suffix": "sums",
+        "seed": 7,
+        "method": {
+            "type": "supervised",
+            "supervised": {
+                "hyperparameters": {
+                    "learning_rate": [1e-4, 3e-4],
+                    "r": [8, 16],
+                    "n_epochs": 2,
+                    "batch_size": "auto",
+                    "lora_dropout": {"min": 0, "max": 0.1, "num": 2},
+                }
+            },
+        },
+    }
+
+
+@pytest.mark.parametrize(
+    ("own", "param"),
+    [
+        ({"hyperparameters": {"r": "[8"}}, "r"),
+        ({"seed": "-1"}, "seed"),
+        ({"seed": "4294967296"}, "seed"),
+        ({"extra": "lora_dropout: ["}, "extra"),
+        ({"extra": "just words"}, "extra"),
+        ({"extra": "3: 4"}, "extra"),
+        ({"hyperparameters": {"r": "8"}, "extra": "r: 16"}, "extra"),
+    ],
+)
+def test_faults_of_the_form_name_their_field(own: dict[str, object], param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        request_of(None, FormTexts(**{"model": "alto-tiny", "training_file": "file-1", **own}))  # type: ignore[arg-type]
+    assert caught.value.param == param
+    assert caught.value.message.startswith(f"{param}: expected ")

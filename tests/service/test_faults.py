@@ -1,0 +1,102 @@
+"""What is accepted is trained once, whatever dies on the way."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import openai
+import pytest
+from budgets import examples
+from run_service import ServiceProcess
+from services import ROWS, wait_for
+
+from alto.service.settings import ServiceSettings
+from alto.service.store import Store
+from alto.service.store.jobs import ENDED
+from alto.service.store.tables import FileRow, JobEvent, JobRow, ModelRow
+
+pytestmark = pytest.mark.slow("campaigns")
+
+NUM_TASKS = 20
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def check_once(root: Path, jobs: list[str]) -> None:
+    """Every job has ended well, once; nothing else is there."""
+    store = Store(ServiceSettings(data_dir=str(root)).database_url)
+    with store.reading() as session:
+        rows = {row.id: row for row in session.query(JobRow)}
+        models = Counter(row.job for row in session.query(ModelRow))
+        results = Counter(row.filename for row in session.query(FileRow) if row.purpose == "fine-tune-results")
+        events = list(session.query(JobEvent).order_by(JobEvent.job, JobEvent.number))
+    store.close()
+    assert set(rows) == set(jobs), "none is lost, none is there twice"
+    assert {row.status for row in rows.values()} == {"succeeded"}
+    assert models == Counter(jobs)
+    assert results == Counter(f"{job}-results.csv" for job in jobs)
+    for job in jobs:
+        journal = (root / "runs" / "default" / job / "journal.jsonl").read_text().splitlines()
+        assert sum(json.loads(line)["event"] == "task_completed" for line in journal) == 1, "trained once"
+        own = [event for event in events if event.job == job]
+        assert [event.number for event in own] == list(range(1, len(own) + 1))
+        told = [(event.data["job"], event.data["step"]) for event in own if event.data and "step" in event.data]
+        assert len(told) == len(set(told)) == 8
+        ends = [event.message for event in own if "successfully completed" in event.message]
+        assert len(ends) == 1
+
+
+def submit(client: openai.OpenAI, file: str, jobs: list[str]) -> None:
+    for number in range(NUM_TASKS):
+        jobs.append(client.fine_tuning.jobs.create(model="alto-tiny", training_file=file, seed=number).id)
+        time.sleep(0.05)
+
+
+def test_a_server_that_is_killed_again_and_again_loses_no_task(tmp_path: Path) -> None:
+    source, jobs = random.Random(1), list[str]()
+    server = ServiceProcess(tmp_path, free_port())
+    server.start()
+    # It repeats requests by itself, as users have it.
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=30, timeout=20)
+    file = client.files.create(file=("rows.jsonl", ROWS), purpose="fine-tune").id
+    submitting = threading.Thread(target=submit, args=(client, file, jobs))
+    submitting.start()
+    for _ in range(examples(50)):
+        time.sleep(source.uniform(0.0, 1.0))
+        server.kill()
+        server.start()
+    submitting.join()
+    wait_for(lambda: all(client.fine_tuning.jobs.retrieve(job).status in ENDED for job in jobs))
+    server.kill()
+    check_once(tmp_path, jobs)
+
+
+def test_a_leader_that_stands_still_is_followed_and_fenced(tmp_path: Path) -> None:
+    """Two servers on one database: the second takes over while the first is paused. What the first had started cannot
+    write any more once it goes on."""
+    first = ServiceProcess(tmp_path, free_port(), duration_s=4.0)
+    second = ServiceProcess(tmp_path, free_port(), duration_s=4.0)
+    with first.running():
+        client = openai.OpenAI(base_url=f"{first.url}/v1", api_key="none")
+        file = client.files.create(file=("rows.jsonl", ROWS), purpose="fine-tune").id
+        job = client.fine_tuning.jobs.create(model="alto-tiny", training_file=file).id
+        wait_for(lambda: client.fine_tuning.jobs.retrieve(job).status == "running")
+        with second.running():
+            other = openai.OpenAI(base_url=f"{second.url}/v1", api_key="none")
+            assert other.fine_tuning.jobs.retrieve(job).status == "running", "it answers, and does not lead"
+            first.pause()
+            lease = tmp_path / "runs" / "default" / job / "lease"
+            wait_for(lambda: lease.read_text().strip() == "2")
+            first.go_on()
+            wait_for(lambda: other.fine_tuning.jobs.retrieve(job).status in ENDED)
+            check_once(tmp_path, [job])

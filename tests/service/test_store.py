@@ -1,0 +1,278 @@
+"""What the service asks of a database, on SQLite and on PostgreSQL alike."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from sqlalchemy import inspect, select, text
+
+from alto.errors import ServiceError
+from alto.service.access import caller_of, create_key, create_tenant, has_keys, revoke_key
+from alto.service.access import keys as keys_module
+from alto.service.coordinator.coordinator import _in_turns
+from alto.service.coordinator.leadership import PATIENCE_S, Leadership, LostLeadershipError
+from alto.service.errors import ApiError
+from alto.service.ids import new_id, now
+from alto.service.store import Store
+from alto.service.store.events import add_event, events_of
+from alto.service.store.jobs import cancel_job, count_open, find_job, lock_job, pause_job, resume_job
+from alto.service.store.paging import page_of
+from alto.service.store.replays import RequestMark
+from alto.service.store.tables import Base, JobRow, LeaderRow
+
+
+@pytest.fixture
+def store(database: str) -> Iterator[Store]:
+    found = Store(database)
+    found.migrate()
+    yield found
+    found.close()
+
+
+def add_job(store: Store, tenant: str = "a", status: str = "queued", **own: object) -> str:
+    values = {
+        "id": new_id("ftjob"), "tenant": tenant, "status": status, "created_at": now(), "model": "m",
+        "training_file": "file-1", "seed": 1, "priority": 0, "request": {}, "task": {}, "lease": 0, "num_events": 0,
+        "journal_seq": 0,
+    }  # fmt: skip
+    with store.writing() as session:
+        row = JobRow(**{**values, **own})
+        session.add(row)
+    return row.id
+
+
+def test_migrations_give_the_tables_that_the_code_has(store: Store) -> None:
+    with store.reading() as session:
+        found = inspect(session.connection())
+        assert set(found.get_table_names()) == {*Base.metadata.tables, "alembic_version"}
+        for name, table in Base.metadata.tables.items():
+            assert {column["name"] for column in found.get_columns(name)} == set(table.columns.keys()), name
+            indexed = {tuple(index["column_names"]) for index in found.get_indexes(name)}
+            assert {tuple(column.name for column in index.columns) for index in table.indexes} <= indexed, name
+
+
+def test_migrating_again_changes_nothing(store: Store) -> None:
+    job = add_job(store)
+    store.migrate()
+    with store.reading() as session:
+        assert find_job(session, "a", job).status == "queued"
+
+
+def test_a_database_of_a_newer_version_is_refused(store: Store) -> None:
+    with store.writing() as session:
+        session.execute(text("UPDATE alembic_version SET version_num = '9999'"))
+    with pytest.raises(ServiceError, match="newer version of ALTO"):
+        store.migrate()
+
+
+def test_a_transaction_is_kept_as_a_whole_or_not_at_all(store: Store) -> None:
+    job = add_job(store)
+
+    def cancel_and_fail() -> None:
+        with store.writing() as session:
+            cancel_job(session, "a", job)
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        cancel_and_fail()
+    with store.reading() as session:
+        assert find_job(session, "a", job).status == "queued"
+        assert events_of(session, job, since=1, limit=10) == []
+
+
+def test_events_of_many_writers_are_numbered_without_gaps(store: Store) -> None:
+    job, start = add_job(store), threading.Barrier(4)
+
+    def write(writer: int) -> None:
+        start.wait()
+        for number in range(10):
+            with store.writing() as session:
+                row = lock_job(session, job)
+                assert row is not None
+                add_event(session, row, f"{writer} {number}")
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(write, range(4)))
+    with store.reading() as session:
+        events = events_of(session, job, since=1, limit=100)
+    assert [event.number for event in events] == list(range(1, 41))
+    for writer in range(4):
+        own = [event.message for event in events if event.message.startswith(f"{writer} ")]
+        assert own == [f"{writer} {number}" for number in range(10)], "in the order of their commits"
+
+
+def test_states_change_only_where_that_is_allowed(store: Store) -> None:
+    changes = {"cancel": cancel_job, "pause": pause_job, "resume": resume_job}
+    states = ("validating_files", "queued", "running", "paused", "succeeded", "failed", "cancelled")
+    found = {}
+    for state in states:
+        for name, change in changes.items():
+            job = add_job(store, status=state)
+            try:
+                with store.writing() as session:
+                    found[state, name] = change(session, "a", job).status
+            except ApiError as error:
+                found[state, name] = "refused" if error.status == 400 else str(error.status)
+    assert found == {
+        **{(state, "cancel"): "cancelled" for state in (*states[:4], "cancelled")},
+        **{(state, "cancel"): "refused" for state in ("succeeded", "failed")},
+        **{(state, "pause"): "paused" for state in ("queued", "running", "paused")},
+        **{(state, "pause"): "refused" for state in ("validating_files", "succeeded", "failed", "cancelled")},
+        ("paused", "resume"): "queued",
+        ("queued", "resume"): "queued",
+        ("running", "resume"): "running",
+        **{(state, "resume"): "refused" for state in ("validating_files", "succeeded", "failed", "cancelled")},
+    }
+
+
+def test_jobs_of_others_are_not_there(store: Store) -> None:
+    job = add_job(store, tenant="a")
+    with store.reading() as session:
+        assert count_open(session, "a") == 1
+        assert count_open(session, "b") == 0
+        with pytest.raises(ApiError) as foreign:
+            find_job(session, "b", job)
+        with pytest.raises(ApiError) as unknown:
+            find_job(session, "b", "ftjob-0")
+    assert foreign.value.status == unknown.value.status == 404
+    assert foreign.value.message.replace(job, "X") == unknown.value.message.replace("ftjob-0", "X")
+
+
+@pytest.mark.parametrize("is_ascending", [False, True])
+def test_pages_hold_each_row_once(store: Store, *, is_ascending: bool) -> None:
+    jobs = [add_job(store) for _ in range(7)]
+    read, after = [], None
+    with store.reading() as session:
+        while True:
+            rows, has_more = page_of(
+                session, select(JobRow), JobRow.number, after=after, limit=3, is_ascending=is_ascending
+            )
+            read += [row.id for row in rows]
+            after = rows[-1].number
+            if not has_more:
+                break
+    assert read == (jobs if is_ascending else jobs[::-1])
+
+
+def test_metadata_is_searched(store: Store) -> None:
+    job = add_job(store, pairs={"team": "a", "x": "1"})
+    add_job(store, pairs={"team": "b"})
+    add_job(store)
+    with store.reading() as session:
+        found = session.scalars(select(JobRow.id).where(JobRow.pairs["team"].as_string() == "a")).all()
+        none = session.scalars(select(JobRow.id).where(JobRow.pairs.is_(None))).all()
+    assert found == [job]
+    assert len(none) == 1
+
+
+def test_a_repeated_request_finds_what_it_created(store: Store) -> None:
+    first = RequestMark(tenant="a", path="/x", body_hash="1")
+    with store.writing() as session:
+        assert first.find(session) is None
+        first.note(session, "job", "ftjob-1")
+    again = RequestMark(tenant="a", path="/x", body_hash="1", is_retry=True)
+    with store.writing() as session:
+        assert again.find(session) == "ftjob-1"
+        assert first.find(session) is None, "the same request, sent on purpose, is a new one"
+        for other in ({"tenant": "b"}, {"path": "/y"}, {"body_hash": "2"}):
+            changed = RequestMark(**{"tenant": "a", "path": "/x", "body_hash": "1", "is_retry": True, **other})
+            assert changed.find(session) is None, other
+
+
+def test_equal_requests_at_once_create_one_object(store: Store) -> None:
+    start, marks = threading.Barrier(6), [RequestMark(tenant="a", path="/x", body_hash="1", key="k")] * 6
+
+    def send(mark: RequestMark) -> bool:
+        start.wait()
+        with store.writing() as session:
+            if mark.find(session) is not None:
+                return False
+            mark.note(session, "job", new_id("ftjob"))
+            return True
+
+    with ThreadPoolExecutor(6) as pool:
+        assert sum(pool.map(send, marks)) == 1
+
+
+def test_a_key_for_another_body_is_refused(store: Store) -> None:
+    with store.writing() as session:
+        RequestMark(tenant="a", path="/x", body_hash="1", key="k").note(session, "job", "ftjob-1")
+    with store.writing() as session:
+        assert RequestMark(tenant="a", path="/x", body_hash="1", key="k").find(session) == "ftjob-1"
+        with pytest.raises(ApiError, match="used for another body"):
+            RequestMark(tenant="a", path="/x", body_hash="2", key="k").find(session)
+
+
+def test_keys_open_until_they_are_revoked_or_expire(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    with store.writing() as session:
+        assert not has_keys(session)
+        create_tenant(session, "a", {"max_tasks": 3})
+        row, secret = create_key(session, "a", scopes=["read"])
+        _, brief = create_key(session, "b", expires_at=now() + 100)
+    with store.writing() as session:
+        found = caller_of(session, secret)
+        assert found is not None
+        assert (found.tenant, found.scopes) == ("a", {"read"})
+        assert caller_of(session, brief) is not None
+        assert caller_of(session, f"{secret}x") is None
+        assert secret not in {value for value in vars(row).values() if isinstance(value, str)}
+        revoke_key(session, row.id)
+        assert caller_of(session, secret) is None
+        monkeypatch.setattr(keys_module, "now", lambda: now() + 101)
+        assert caller_of(session, brief) is None
+        assert has_keys(session), "the end of the last key does not open the service to everybody"
+
+
+def test_one_server_leads_and_another_takes_over_after_its_silence(store: Store) -> None:
+    now_s = {"first": 0.0, "second": 0.0}
+    first, second = (Leadership(store, lambda name=name: now_s[name]) for name in now_s)  # type: ignore[misc]
+    assert first.acquire()
+    _live_elsewhere(store)
+    assert not second.acquire()
+    now_s["first"] += PATIENCE_S * 10  # its clock jumps: nobody else's does
+    first.beat()
+    now_s["second"] += PATIENCE_S - 1
+    assert not second.acquire(), "it has beaten since"
+    now_s["second"] += PATIENCE_S - 1
+    assert not second.acquire()
+    now_s["second"] += 1
+    assert second.acquire()
+    with pytest.raises(LostLeadershipError), store.writing() as session:
+        first.check(session)
+    now_s["first"] += PATIENCE_S
+    with pytest.raises(LostLeadershipError):
+        first.beat()
+    assert not first.is_held
+    with store.writing() as session:
+        second.check(session)
+
+
+def test_a_leader_that_has_ended_is_followed_at_once(store: Store) -> None:
+    first, second = Leadership(store), Leadership(store)
+    assert first.acquire()
+    first.release()
+    assert second.acquire()
+    with store.writing() as session:
+        row = session.get(LeaderRow, 1)
+        assert row is not None
+        host = row.holder.split(" ")[0]
+        row.holder = f"{host} 999999999 boot:1"  # a process of this machine that is gone
+    assert Leadership(store).acquire()
+
+
+def _live_elsewhere(store: Store) -> None:
+    """The leader seems to be on another machine, where nobody can see whether it lives."""
+    with store.writing() as session:
+        row = session.get(LeaderRow, 1)
+        assert row is not None
+        row.holder = "elsewhere 1 boot:1"
+
+
+def test_tenants_take_turns(store: Store) -> None:
+    """Those first who have fewest jobs in the control plane; of each its own order."""
+    waiting = [("a1", "a"), ("a2", "a"), ("a3", "a"), ("b1", "b"), ("c1", "c")]
+    assert _in_turns(waiting, {}) == ["a1", "b1", "c1", "a2", "a3"]
+    assert _in_turns(waiting, {"a": 1, "c": 2}) == ["b1", "a1", "a2", "c1", "a3"]

@@ -1,0 +1,260 @@
+"""What requests for jobs become, and what they can never set."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from alto.service.errors import ApiError
+from alto.service.openai.translation import ALLOWED_TASK_KEYS, build, task_values
+from alto.spec.job_config import JOB_FIELDS
+from alto.spec.keys import JOB_ALIASES, TASK_ALIASES
+from alto.spec.task import TASK_FIELDS
+
+ROWS = {"model": "alto-tiny", "name": "task", "dataset": "training.jsonl", "report_to": "none"}
+"""What a service sets itself."""
+
+REFUSED_TASK_KEYS = {
+    # Models, rows and code of the service's machine.
+    *("model", "init_adapter", "refit", "trust_remote_code", "use_safetensors", "torch_compile", "chat_template"),
+    *("dataset", "dataset_config", "dataset_train_split", "dataset_test_split", "validation_dataset", "test_dataset"),
+    # Scorers and trackers reach other servers.
+    *("select_by", "num_finalists", "report_to"),
+    # Set by the service itself.
+    *("name", "method", "tenant", "share_executor", "checkpoint_interval_s", "token_cache", "test_jobs"),
+    # Methods that requests cannot name.
+    *("problem_type", "num_labels", "id2label"),
+}
+
+
+def asked(values: dict[str, Any], method: str = "supervised", seed: int | None = None) -> Any:
+    return build({**task_values(method, values, seed=seed), **ROWS})
+
+
+def space(values: dict[str, Any], **more: Any) -> dict[str, list[Any]]:
+    """Values that the jobs of a request have, by the fields in which they differ."""
+    configs = [job.config.to_dict() for job in asked(values, **more).jobs]
+    varied = {key: {str(config[key]): config[key] for config in configs} for key in configs[0]}
+    return {key: sorted(found.values()) for key, found in varied.items() if len(found) > 1}
+
+
+@pytest.mark.parametrize(
+    ("values", "fields"),
+    [
+        ({"n_epochs": 2}, {"num_train_epochs": 2}),
+        ({"num_train_epochs": 2}, {"num_train_epochs": 2}),
+        ({"epochs": 0.5}, {"num_train_epochs": 0.5}),
+        ({"batch_size": 3}, {"per_device_train_batch_size": 3}),
+        ({"lr": 1e-3}, {"learning_rate": 1e-3}),
+        ({"lora_rank": 4, "alpha": "2*r"}, {"r": 4, "lora_alpha": 8.0}),
+        ({"target_modules": ["q_proj", "v_proj"]}, {"target_modules": ("q_proj", "v_proj")}),
+        ({"modules_to_save": ["lm_head"]}, {"modules_to_save": ("lm_head",)}),
+        ({"layers_to_transform": [0, 1]}, {"layers_to_transform": (0, 1)}),
+        ({"seed": 7}, {"seed": 7}),
+        ({"optim_args": {}, "optim": "sgd"}, {"optim": "sgd"}),
+        ({"n_epochs": None, "lr": 1e-3}, {"learning_rate": 1e-3}),
+    ],
+)  # fmt: skip
+def test_one_value_is_fixed(values: dict[str, Any], fields: dict[str, Any]) -> None:
+    for job in asked(values if "lr" in values else {"lr": 1e-4, **values}).jobs:
+        assert {key: getattr(job.config, key) for key in fields} == fields
+
+
+@pytest.mark.parametrize(
+    ("values", "found"),
+    [
+        ({"lr": [1e-4, 3e-4], "r": [8, 64]}, {"learning_rate": [1e-4, 3e-4], "r": [8, 64]}),
+        ({"lr": 1e-4, "n_epochs": "auto"}, {"num_train_epochs": [1, 2, 3]}),
+        ({"lr": 1e-4, "batch_size": "auto"}, {"per_device_train_batch_size": [2, 4, 8]}),
+        ({"lr": 1e-4, "r": "auto"}, {"r": [8, 16, 32, 64]}),
+        ({"lr": 1e-4, "target_modules": [["q_proj"], ["v_proj"]]}, {"target_modules": [["q_proj"], ["v_proj"]]}),
+        ({"lr": 1e-4, "seed": [1, 2]}, {"seed": [1, 2]}),
+        ({"search_space": {"lr": [1e-4, 2e-4]}}, {"learning_rate": [1e-4, 2e-4]}),
+        ({"search_space": {"paired": {"lr": [1e-4, 2e-4], "r": [4, 8]}}}, {"learning_rate": [1e-4, 2e-4], "r": [4, 8]}),
+    ],
+)  # fmt: skip
+def test_lists_and_auto_are_searched(values: dict[str, Any], found: dict[str, list[Any]]) -> None:
+    varied = space(values)
+    assert {key: [list(each) if isinstance(each, tuple) else each for each in all_] for key, all_ in varied.items()
+            if key in found} == found  # fmt: skip
+
+
+def test_rates_are_searched_around_the_usual_one() -> None:
+    usual = asked({"learning_rate_multiplier": 1}).jobs[0].config.learning_rate
+    for key in ("learning_rate_multiplier", "learning_rate", "lr"):
+        rates = space({key: "auto"})["learning_rate"]
+        assert len(rates) == 5
+        assert usual / 11 < min(rates) < max(rates) < usual * 11
+    assert space({"learning_rate_multiplier": [1, 2]})["learning_rate"] == [usual, 2 * usual]
+
+
+def test_without_a_rate_the_usual_space_is_searched() -> None:
+    assert len(space({})["learning_rate"]) > 1
+    assert len(space({"n_epochs": 1})["learning_rate"]) > 1
+
+
+@pytest.mark.parametrize("beta", [[0.1, 0.3], "auto", {"min": 0.05, "max": 0.5, "num": 3}])
+def test_beta_of_dpo_is_fixed_or_searched(beta: Any) -> None:
+    assert asked({"beta": 0.2, "lr": 1e-4}, "dpo").jobs[0].config.to_dict()["beta"] == 0.2
+    assert len(space({"beta": beta, "lr": 1e-4}, method="dpo")["beta"]) >= 2
+
+
+def test_beta_belongs_to_dpo() -> None:
+    with pytest.raises(ApiError, match="beta"):
+        asked({"beta": 0.2, "lr": 1e-4})
+
+
+def test_the_seed_of_a_request_decides_all_seeds() -> None:
+    task = asked({"lr": 1e-4}, seed=7)
+    assert (task.data_seed, task.jobs[0].config.seed) == (7, 7)
+    assert asked({"lr": 1e-4, "data_seed": 3}, seed=7).data_seed == 3
+    assert space({"lr": 1e-4, "seed": [1, 2]}, seed=7)["seed"] == [1, 2]
+    assert space({"search_space": {"seed": [1, 2]}}, seed=7)["seed"] == [1, 2]
+
+
+def test_settings_of_search_and_early_exit_are_nested() -> None:
+    task = asked(
+        {
+            "search": {"algorithm": "random", "budget": {"jobs": 3}},
+            "early_exit": {"preset": "greedy"},
+            "lr": {"min": 1e-5, "max": 1e-3},
+        }
+    )
+    assert len(task.jobs) == 3
+    assert task.early_exit.preset == "greedy"
+    assert not asked({"early_exit": False, "lr": 1e-4}).early_exit.enabled
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"learning_rat": 1e-4}, "Did you mean 'learning_rate'"),
+        ({"n_epoch": 1}, "unknown key"),
+        ({"search": {"algoritm": "tpe"}}, "Did you mean 'algorithm'"),
+        ({"early_exit": {"presett": "greedy"}}, "Did you mean 'preset'"),
+        ({"search_space": {"learning_rat": [1]}}, "Did you mean 'learning_rate'"),
+        ({"lora_dropout": "auto"}, "found 'auto'"),
+        ({"x" * 10_000: "auto"}, "found 'auto'"),
+        ({"search_space": {"r": [4]}, "lr": [1e-4, 1e-3]}, "found both"),
+        ({"n_epochs": "many"}, "num_train_epochs"),
+        ({"n_epochs": True}, "num_train_epochs"),
+        ({"n_epochs": [1, 1]}, "different values"),
+        ({"n_epochs": []}, "from 1 to"),
+        ({"n_epochs": float("nan")}, "finite"),
+        ({"learning_rate_multiplier": 0}, "above 0"),
+        ({"learning_rate_multiplier": True}, "above 0"),
+        ({"learning_rate_multiplier": [1, "x"]}, "above 0"),
+        ({"learning_rate_multiplier": float("nan")}, "above 0"),
+        ({"learning_rate_multiplier": float("inf")}, "above 0"),
+        ({"learning_rate_multiplier": 10**400}, "above 0"),
+        ({"r": 10**400}, "r "),
+    ],
+)
+def test_mistakes_are_named(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ApiError, match=message) as caught:
+        asked(values)
+    assert caught.value.status == 400
+    assert len(caught.value.message) < 5000
+
+
+SPELLINGS = {
+    **{alias: {alias, name} for alias, name in {**JOB_ALIASES, **TASK_ALIASES}.items()},
+    "n_epochs": {"n_epochs", "num_train_epochs"},
+    "batch_size": {"batch_size", "per_device_train_batch_size"},
+    "learning_rate_multiplier": {"learning_rate_multiplier", "lr"},
+}
+
+
+@pytest.mark.parametrize("keys", SPELLINGS.values(), ids=SPELLINGS)
+def test_two_spellings_of_one_setting_are_refused(keys: set[str]) -> None:
+    refused = {TASK_ALIASES.get(key, key) for key in keys} & REFUSED_TASK_KEYS
+    with pytest.raises(ApiError, match="not allow" if refused else "found both"):
+        asked(dict.fromkeys(sorted(keys), 1))
+
+
+def test_every_key_of_a_task_is_allowed_or_refused_on_purpose() -> None:
+    assert not REFUSED_TASK_KEYS & ALLOWED_TASK_KEYS
+    assert set(TASK_FIELDS) == ALLOWED_TASK_KEYS | REFUSED_TASK_KEYS
+
+
+NEVER = sorted(
+    [key for key in (*TASK_FIELDS, *TASK_ALIASES) if TASK_ALIASES.get(key, key) in REFUSED_TASK_KEYS]
+    + ["config", "tokenizer", "objective", "task_type", "mixture_weights", "rules", "problem_type"]
+)
+VALUES = ("/etc/passwd", "http://localhost:1/", True, ["/etc/passwd"], {"path": "/etc/passwd"}, {"min": 1, "max": 2})
+
+
+@pytest.mark.parametrize("key", NEVER)
+def test_what_reaches_outside_is_refused_in_every_place(key: str) -> None:
+    places = (
+        lambda value: {key: value},
+        lambda value: {"search_space": {key: value}},
+        lambda value: {"search_space": {"paired": [{key: [value], "lr": [1e-4]}]}},
+        lambda value: {"search": {key: value}},
+        lambda value: {"search": {"budget": {key: value}}},
+        lambda value: {"early_exit": {key: value}},
+    )
+    for place, value in itertools.product(places, VALUES):
+        with pytest.raises(ApiError) as caught:
+            asked(place(value))
+        assert caught.value.status == 400
+
+
+def test_rules_of_packages_are_refused() -> None:
+    for rules in ({"divergence": True}, {}, None):
+        with pytest.raises(ApiError, match="not allow"):
+            asked({"early_exit": {"rules": rules}, "lr": 1e-4})
+
+
+def test_no_field_of_a_job_is_a_path_or_an_address() -> None:
+    """Fields that hold text, each with what it takes; a new one is to be looked at."""
+    words = ("/etc/passwd", "http://localhost:1/x", "os.system")
+    taken = set()
+    for field in JOB_FIELDS:
+        for word in words:
+            try:
+                asked({"lr": 1e-4, field: word} if field != "learning_rate" else {field: word})
+            except ApiError:
+                continue
+            taken.add(field)
+    # Patterns for names of modules, and names of parameters.
+    assert taken <= {"target_modules", "exclude_modules", "target_parameters", "modules_to_save", "layers_pattern"}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"lr": [n * 1e-6 for n in range(1, 1001)], "r": list(range(1, 1001))},
+        {"search_space": {"mixture_weights": {f"s{n}": list(range(1, 1000)) for n in range(9)}}},
+        {"lr": {"min": 1e-5, "max": 1e-3, "num": 10**9}},
+        {"r": {"min": 1, "max": 10**9}},
+        {"search": {"algorithm": "random", "budget": {"jobs": 10**9}}},
+        {"search": {"algorithm": "pbt", "num_initial_jobs": 10**9}, "lr": {"min": 1e-5, "max": 1e-3}},
+    ],
+)
+def test_grids_are_counted_before_they_are_made(values: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("alto.spec.expansion.JobConfig.of", lambda *_: pytest.fail("it makes jobs"))
+    with pytest.raises(ApiError, match=r"at most|<=|1 to|should"):
+        asked(values)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"target_modules": "(([a-z_.0-9]+)+)+X"},
+        {"target_modules": ["q_proj", "v.*"]},
+        {"search_space": {"target_modules": [["q_proj"], ["(a+)+b"]], "lr": [1e-4]}},
+        {"rank_pattern": {"^(a+)+$": 8}},
+        {"modules_to_save": [["lm_head|x"]]},
+    ],
+)
+def test_regular_expressions_are_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(ApiError, match="names of modules"):
+        asked({"lr": 1e-4, **values})
+
+
+def test_names_of_modules_are_taken() -> None:
+    found = asked({"lr": 1e-4, "target_modules": ["q_proj", "mlp.down_proj"]}).jobs[0].config.target_modules
+    assert set(found) == {"q_proj", "mlp.down_proj"}
