@@ -217,8 +217,8 @@ def _check(root: Path, load: Load, num_tasks: int) -> dict[str, int]:
         journal = root / "runs" / row.tenant / row.id / "journal.jsonl"
         trained[row.id] = journal.read_text().count('"event": "task_completed"') if journal.exists() else 0
     return {
-        "lost": len(set(load.jobs) - succeeded) + (num_tasks - len(load.jobs)),
-        "duplicated": (len(rows) - len(load.jobs))
+        "lost": len(set(load.jobs) - succeeded) + max(0, num_tasks - len(load.jobs)),
+        "duplicated": len({row.id for row in rows} - set(load.jobs))
         + sum(count > 1 for count in models.values())
         + sum(count > 1 for count in trained.values()),
         "order_violations": load.order_violations,

@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import psycopg
 import pytest
 
 __all__ = ["REQUIRED", "new_database", "running_server"]
@@ -52,6 +51,8 @@ def running_server() -> Iterator[Path]:
 
 def new_database(sockets: Path) -> str:
     """The address of a new empty database."""
+    import psycopg
+
     name = f"alto_{secrets.token_hex(6)}"
     with psycopg.connect(host=str(sockets), user="alto", dbname="postgres", autocommit=True) as connection:
         connection.execute(f'CREATE DATABASE "{name}"')
