@@ -53,12 +53,14 @@ class SimulatedCluster:
         num_gpus: Executors at a time.
         duration_s: What a run takes.
         num_evaluations: Of each of the two jobs of a run.
+        waits_for: Runs get no further than half of their evaluations before this file is there; None waits for nothing.
         nodes: The one machine.
     """
 
     num_gpus: int = 4
     duration_s: float = 0.2
     num_evaluations: int = 4
+    waits_for: Path | None = None
     has_gpus: bool = False
     nodes: Sequence[Node] = ()
     _executors: dict[str, _Executor] = field(default_factory=dict)
@@ -127,7 +129,8 @@ class SimulatedCluster:
             self._end(executor.launch, Outcome.INTERRUPTED)
             return
         total = len(JOBS) * self.num_evaluations
-        share = min(1.0, (time.monotonic() - executor.began_at) / self.duration_s)
+        most = 1.0 if self.waits_for is None or self.waits_for.exists() else 0.5
+        share = min(most, (time.monotonic() - executor.began_at) / self.duration_s)
         while executor.evaluated < int(share * total):
             number, job = divmod(executor.evaluated, len(JOBS))
             step = NUM_STEPS * (number + 1) // self.num_evaluations

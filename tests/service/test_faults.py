@@ -84,8 +84,9 @@ def test_a_server_that_is_killed_again_and_again_loses_no_task(tmp_path: Path) -
 def test_a_leader_that_stands_still_is_followed_and_fenced(tmp_path: Path) -> None:
     """Two servers on one database: the second takes over while the first is paused. What the first had started cannot
     write any more once it goes on."""
-    first = ServiceProcess(tmp_path, free_port(), duration_s=4.0)
-    second = ServiceProcess(tmp_path, free_port(), duration_s=4.0)
+    gate = tmp_path / "go"
+    first = ServiceProcess(tmp_path, free_port(), waits_for=gate)
+    second = ServiceProcess(tmp_path, free_port(), waits_for=gate)
     with first.running():
         client = openai.OpenAI(base_url=f"{first.url}/v1", api_key="none")
         file = client.files.create(file=("rows.jsonl", ROWS), purpose="fine-tune").id
@@ -97,6 +98,7 @@ def test_a_leader_that_stands_still_is_followed_and_fenced(tmp_path: Path) -> No
             first.pause()
             lease = tmp_path / "runs" / "default" / job / "lease"
             wait_for(lambda: lease.read_text().strip() == "2")
+            gate.touch()
             first.go_on()
             wait_for(lambda: other.fine_tuning.jobs.retrieve(job).status in ENDED)
             check_once(tmp_path, [job])

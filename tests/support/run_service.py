@@ -25,11 +25,11 @@ _CONTEXT.set_forkserver_preload(["services"])
 
 
 class ServiceProcess:
-    """A server on ``port``, with its data in ``root``, as of :func:`main`; a context manager."""
+    """A server on ``port``, with its data in ``root``; see :func:`main`."""
 
-    def __init__(self, root: Path, port: int, *, database: str | None = None, duration_s: float = 0.3) -> None:
+    def __init__(self, root: Path, port: int, *, waits_for: Path | None = None) -> None:
         self.url = f"http://127.0.0.1:{port}"
-        self._arguments = (root, port, database, duration_s)
+        self._arguments = (root, port, waits_for)
         self._process = _CONTEXT.Process(target=main, args=self._arguments)
 
     def start(self) -> None:
@@ -72,10 +72,9 @@ class ServiceProcess:
         return False
 
 
-def main(root: Path, port: int, database: str | None, duration_s: float) -> None:
-    """Answer until the process is killed."""
-    plane = simulated_plane(root, lambda: SimulatedCluster(duration_s=duration_s))
-    own = {} if database is None else {"database": database}
-    with served(root, open_plane=plane, port=port, **own):
+def main(root: Path, port: int, waits_for: Path | None) -> None:
+    """Answer until the process is killed; runs wait in their middle for a file, where one is given."""
+    plane = simulated_plane(root, lambda: SimulatedCluster(duration_s=0.3, waits_for=waits_for))
+    with served(root, open_plane=plane, port=port):
         while True:
             time.sleep(1)
