@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import openai
 import pytest
 from services import ROWS, wait_for
@@ -40,6 +44,7 @@ class Server:
 
     def __init__(self, process: subprocess.Popen[str], url: str) -> None:
         self.process = process
+        self.url = url
         self.client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
 
     def create(self, rows: bytes, kind: str, **hyperparameters: Any) -> str:
@@ -74,6 +79,44 @@ def serving(folder: Path) -> Iterator[Server]:
             assert process.wait(timeout=200) == 0, "it drains, and ends well"
 
 
+def check_results(server: Server, job: Any) -> None:
+    """Checkpoints, curves, measurements of the winner and its adapter are there, and go when they are deleted."""
+    client = server.client
+    checkpoints = client.fine_tuning.jobs.checkpoints.list(job.id, limit=100).data
+    losses = [point.metrics.full_valid_loss for point in checkpoints]
+    curves = list(csv.DictReader(client.files.content(job.result_files[0]).text.splitlines()))
+    assert {row["job"] for row in curves} == {f"job-{number:03d}" for number in range(4)}
+    best = min(float(row["valid_loss"]) for row in curves)
+    assert min(loss for loss in losses if loss is not None) == pytest.approx(best, rel=1e-5)
+    task = httpx2.get(f"{server.url}/api/tasks/{job.id}").json()
+    assert task["result"]["validation_loss"] == pytest.approx(best, rel=1e-5)
+    assert task["result"]["config"]["learning_rate"] == task["jobs"][0]["config"]["learning_rate"]
+    archive = httpx2.get(f"{server.url}/api/models/{job.fine_tuned_model}/adapter")
+    with zipfile.ZipFile(io.BytesIO(archive.content)) as files:
+        assert any(name.endswith("adapter_model.safetensors") for name in files.namelist())
+    assert client.models.delete(job.fine_tuned_model).deleted
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve(job.fine_tuned_model)
+    assert client.files.delete(job.result_files[0]).deleted
+    with pytest.raises(openai.NotFoundError):
+        client.files.content(job.result_files[0])
+
+
+def test_auto_searches(tmp_path: Path) -> None:
+    """``"auto"`` means: find the best."""
+    with serving(tmp_path / "service") as server:
+        job = server.create(ROWS, "supervised", n_epochs=1, batch_size="auto", learning_rate_multiplier="auto")
+        found = server.ended(job)
+        assert found.status == "succeeded", found.error
+        task = httpx2.get(f"{server.url}/api/tasks/{job}").json()
+        configs = [each["config"] for each in task["jobs"]]
+        assert len({config["learning_rate"] for config in configs}) > 2
+        assert len({config["per_device_train_batch_size"] for config in configs}) > 1
+        assert {config["num_train_epochs"] for config in configs} == {1}
+        # "auto" is asked for, what was found is told.
+        assert isinstance(found.hyperparameters.batch_size, int)
+
+
 def test_both_methods_are_trained_and_a_restart_goes_on(tmp_path: Path) -> None:
     folder = tmp_path / "service"
     with serving(folder) as server:
@@ -85,6 +128,7 @@ def test_both_methods_are_trained_and_a_restart_goes_on(tmp_path: Path) -> None:
         assert found.hyperparameters.learning_rate_multiplier in (2.0, 10.0)
         assert found.trained_tokens > 0
         assert any("Best of 4 configurations" in message for message in server.messages(tuned))
+        check_results(server, found)
         wait_for(lambda: any("step" in message for message in server.messages(long)))
     with serving(folder) as server:
         wait_for(lambda: "Training continues from its checkpoints" in server.messages(long))

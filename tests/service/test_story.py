@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import openai
 import pytest
@@ -50,21 +51,29 @@ def test_a_job_is_trained_and_returns_a_model(service: Served, client: openai.Op
     assert curves.startswith("job,step,progress,train_loss,valid_loss,test_loss")
 
 
-def test_a_paused_job_continues_where_it_was(service: Served, client: openai.OpenAI) -> None:
-    job = client.fine_tuning.jobs.create(model="alto-tiny", training_file=service.upload(client))
-    wait_for(lambda: client.fine_tuning.jobs.retrieve(job.id).status in ("running", "succeeded"))
-    if client.fine_tuning.jobs.pause(job.id).status != "paused":
-        pytest.fail("a running job can be paused")
-    wait_for(lambda: job.id not in service.coordinator._live)  # type: ignore[union-attr]
-    assert client.fine_tuning.jobs.retrieve(job.id).status == "paused"
-    assert client.fine_tuning.jobs.resume(job.id).status in ("queued", "running")
-    assert service.finished(client, job.id).status == "succeeded"
-    steps = [
+def test_a_paused_job_continues_where_it_was(tmp_path: Path) -> None:
+    gate = tmp_path / "go"
+    plane = simulated_plane(tmp_path, lambda: SimulatedCluster(duration_s=0.1, waits_for=gate))
+    with served(tmp_path, open_plane=plane) as service:
+        client = service.client()
+        job = client.fine_tuning.jobs.create(model="alto-tiny", training_file=service.upload(client))
+        wait_for(lambda: len(steps_of(client, job.id)) == 4)
+        assert client.fine_tuning.jobs.pause(job.id).status == "paused"
+        wait_for(lambda: job.id not in service.coordinator._live)  # type: ignore[union-attr]
+        assert client.fine_tuning.jobs.retrieve(job.id).status == "paused"
+        gate.touch()
+        assert client.fine_tuning.jobs.resume(job.id).status in ("queued", "running")
+        assert service.finished(client, job.id).status == "succeeded"
+        steps = steps_of(client, job.id)
+        assert len(steps) == len(set(steps)) == 8, "nothing is told twice"
+
+
+def steps_of(client: openai.OpenAI, job: str) -> list[tuple[str, int]]:
+    return [
         (event.data["job"], event.data["step"])  # type: ignore[index]
-        for event in client.fine_tuning.jobs.list_events(job.id, limit=100)
+        for event in client.fine_tuning.jobs.list_events(job, limit=100)
         if event.type == "metrics"
     ]
-    assert len(steps) == len(set(steps)) == 8, "nothing is told twice"
 
 
 def test_a_cancelled_job_ends(service: Served, client: openai.OpenAI) -> None:

@@ -1,6 +1,6 @@
 """The outputs of a run: the best adapter, the report, and progress on the terminal."""
 
-from alto.export.adapter import export_best, is_outdated
+from alto.export.adapter import METRICS_NAME, export_best, is_outdated
 from alto.export.comparison import comparison_table, write_comparison
 from alto.export.gantt import gantt_figure
 from alto.export.metrics import loss_unit
@@ -21,6 +21,7 @@ from alto.export.wording import describe_task
 from alto.runs import RunHistory
 
 __all__ = [
+    "METRICS_NAME",
     "JobTable",
     "LiveQueueView",
     "LiveView",

@@ -21,7 +21,7 @@ from alto.spec.chat_template import TEMPLATE_NAME
 from alto.spec.metric import LOSS
 from alto.spec.outside import read_json
 
-__all__ = ["LABELS_NAME", "export_best", "is_outdated"]
+__all__ = ["LABELS_NAME", "METRICS_NAME", "export_best", "is_outdated"]
 
 METRICS_NAME = "metrics.json"
 LABELS_NAME = "labels.json"

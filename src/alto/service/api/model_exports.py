@@ -128,7 +128,7 @@ class ModelExports:
             with self._service.store.reading() as session:
                 job = session.scalar(select(JobRow).where(JobRow.id == order.model.job))
             assert job is not None, "rows of jobs stay"
-            cause = shown_error(self._service, job, error)
+            cause = shown_error(self._service, job, str(error))
             message, level = f"Expected that {order.what}, found: {cause}", "error"
         except Exception as error:
             self._note(order.model, f"Expected that {order.what}, found {type(error).__name__}; see the log", "error")

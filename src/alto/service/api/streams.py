@@ -11,6 +11,7 @@ from typing import Annotated
 from fastapi import APIRouter, Header, Query, Request
 from fastapi.responses import StreamingResponse
 from sqlalchemy import select
+from sqlalchemy.exc import SQLAlchemyError
 from starlette.concurrency import run_in_threadpool
 
 from alto.service.context import Service, ServiceOf
@@ -103,7 +104,10 @@ class Followers:
     async def _poll(self) -> None:
         while self._following:
             await asyncio.sleep(POLL_S)
-            found = await run_in_threadpool(self._states, list(self._following))
+            try:
+                found = await run_in_threadpool(self._states, list(self._following))
+            except SQLAlchemyError:
+                continue  # followers look for themselves now and then, and requests tell of it
             for job, state in found.items():
                 if self._known.get(job) != state:
                     self._known[job] = state

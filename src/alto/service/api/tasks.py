@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import threading
 from pathlib import Path
@@ -12,7 +13,7 @@ from fastapi.responses import HTMLResponse
 from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy import select
 
-from alto.export import report_page
+from alto.export import METRICS_NAME, report_page
 from alto.runs import Action, Mailbox, RunDir, RunHistory
 from alto.runs.device_hours import device_hours
 from alto.runs.job_history import JobHistory
@@ -72,12 +73,13 @@ def list_(service: ServiceOf, caller: Reader, after: After = None, limit: Limit 
 
 @router.get("/{task}")
 def get(service: ServiceOf, caller: Reader, task: str) -> dict[str, Any]:
-    """A task with all its jobs, the best first."""
+    """A task with all its jobs, the best first; once it has succeeded, with the measurements of its winner."""
     with service.store.reading() as session:
         row = find_job(session, caller.tenant, task)
     history = history_of(service, row)
     return {
         **task_object(service, row),
+        "result": _result_of(service, row),
         "jobs": [_job_object(job, rank) for rank, job in enumerate(history.ranked(), 1)],
         "notes": list(history.notes),
         "rungs": [
@@ -181,6 +183,17 @@ def task_object(service: Service, row: JobRow) -> dict[str, Any]:
         "device_hours_saved": None if hours is None or hours.saved_h is None else round(hours.saved_h, 5),
         "request": row.request,
     }
+
+
+def _result_of(service: Service, row: JobRow) -> dict[str, Any] | None:
+    """Settings, losses and metrics of the winner, and what the task cost; None where it has not succeeded."""
+    if row.status != "succeeded":
+        return None
+    try:
+        found: dict[str, Any] = json.loads((service.run_of(row) / "best" / METRICS_NAME).read_bytes())
+    except FileNotFoundError:
+        return None
+    return found
 
 
 def _job_object(job: JobHistory, rank: int) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from alto.engine.control_plane import ControlPlane, OrderState, RunOrder
 from alto.errors import AltoError, QueueCommandError
 from alto.runs import RunDir, has_result, load_run_task
 from alto.service.context import Service
+from alto.service.coordinator.faults import is_of_service, is_of_storage
 from alto.service.coordinator.housekeeping import keep_house
 from alto.service.coordinator.leadership import Leadership, LostLeadershipError
 from alto.service.coordinator.projection import Projection
@@ -30,7 +31,7 @@ from alto.service.errors import ApiError
 from alto.service.ids import now
 from alto.service.serving import registering
 from alto.service.store.events import add_event
-from alto.service.store.jobs import lock_job
+from alto.service.store.jobs import ENDED, lock_job
 from alto.service.store.tables import JobRow, Tenant
 
 __all__ = ["Coordinator", "OpenPlane"]
@@ -76,10 +77,11 @@ class Coordinator:
         self._thread = threading.Thread(target=self._work, name="alto-coordinator", daemon=True)
         self._live: dict[str, _Live] = {}
         self._checks: dict[str, Future[None]] = {}
+        self._put_off: dict[str, float] = {}
         self._house_at = 0.0
         self.plane: ControlPlane | None = None
         self.failure: BaseException | None = None
-        """Why it cannot lead; None while all is well."""
+        """What keeps it from leading, or from going on with a job; None while all is well."""
 
     def start(self) -> None:
         """Begin, on a thread of its own."""
@@ -101,8 +103,8 @@ class Coordinator:
                     self._lead()
             except LostLeadershipError as error:
                 _LOG.warning("%s", error)
-            except (AltoError, SQLAlchemyError, OSError) as error:
-                # Nothing is lost: the next turn begins with what is in the database.
+            except Exception as error:
+                # Whatever it is, nothing is lost: the next turn begins with what is in the database.
                 self.failure = error
                 _LOG.error("the coordinator begins again after an error", exc_info=error)
             self._is_stopping.wait(_RETRY_S)
@@ -117,7 +119,7 @@ class Coordinator:
             registering(self._service),
         ):
             self.plane, self.failure = plane, None
-            self._live, self._checks = {}, {}
+            self._live, self._checks, self._put_off = {}, {}, {}
             try:
                 self._limit_tenants(plane)
                 while not self._is_stopping.is_set():
@@ -132,6 +134,7 @@ class Coordinator:
     def turn(self, plane: ControlPlane, pool: ThreadPoolExecutor) -> None:
         """Bring the control plane and the database together, once."""
         self._leadership.beat()
+        self._forget_delays()
         self._check_new(plane, pool)
         self._note_ends(plane)
         self._cancel_unwanted(plane)
@@ -153,8 +156,7 @@ class Coordinator:
         for job, check in list(self._checks.items()):
             if check.done():
                 del self._checks[job]
-                if (error := check.exception()) is not None:
-                    raise error
+                check.result()
         with self._service.store.reading() as session:
             new = list(
                 session.scalars(
@@ -162,29 +164,18 @@ class Coordinator:
                 )
             )
         for row in new:
-            if row.id not in self._checks:
+            if row.id not in self._checks and row.id not in self._put_off:
                 self._checks[row.id] = pool.submit(self._check, plane, row)
 
     def _check(self, plane: ControlPlane, job: JobRow) -> None:
         """Make the run of a job, or fail the job."""
-        failure: dict[str, str | None] | None = None
-        try:
+        with self._alone(job, "invalid_job", "training_file"):
             make_run(self._service, job)
             plane.check(load_run_task(RunDir.open(self._service.run_of(job)), trust_remote_code=True))
-        except (AltoError, ApiError) as error:
-            failure = {
-                "code": "invalid_training_file" if isinstance(error, ValueError) else "invalid_job",
-                "message": shown_error(self._service, job, str(error)),
-                "param": "training_file",
-            }
-        with self._changing(job.id) as (session, row):
-            if row.status != "validating_files":
-                return
-            if failure is None:
-                row.status, row.run_dir = "queued", str(self._service.run_of(job))
-                add_event(session, row, "Files validated, moving job to queued state")
-            else:
-                self._fail(session, row, failure)
+            with self._changing(job.id) as (session, row):
+                if row.status == "validating_files":
+                    row.status, row.run_dir = "queued", str(self._service.run_of(job))
+                    add_event(session, row, "Files validated, moving job to queued state")
         self._service.work.set()
 
     # -- jobs of the control plane ---------------------------------------------------------------------------------
@@ -198,7 +189,7 @@ class Coordinator:
             wanted = list(
                 session.execute(
                     select(JobRow.id, JobRow.tenant)
-                    .where(JobRow.status.in_(("queued", "running")), JobRow.id.not_in(list(self._live)))
+                    .where(JobRow.status.in_(("queued", "running")), JobRow.id.not_in([*self._live, *self._put_off]))
                     .order_by(JobRow.priority.desc(), JobRow.number)
                 )
             )
@@ -213,8 +204,8 @@ class Coordinator:
         root = self._service.run_of(job)
         run = RunDir(root)
         projection = Projection(job.id, run.journal_file)
-        projection.has_news()  # what is there now was written under an earlier lease
-        try:
+        with self._alone(job, "cannot_run"):
+            projection.has_news()  # what is there now was written under an earlier lease
             if has_result(run):  # a server died before it wrote that down
                 self._finish(job, projection)
                 return
@@ -235,14 +226,7 @@ class Coordinator:
                     shares_with=self._shares_with(job.tenant),
                 )
             )
-        except AltoError as error:
-            if isinstance(error, LostLeadershipError):
-                raise
-            message = shown_error(self._service, job, error)
-            with self._changing(job.id) as (session, row):
-                self._fail(session, row, {"code": "cannot_run", "message": message, "param": None})
-            return
-        self._live[job.id] = _Live(order, job.tenant, projection)
+            self._live[job.id] = _Live(order, job.tenant, projection)
 
     def _shares_with(self, tenant: str) -> str:
         """Empty for tenants whose tasks may be trained with those of others; else of their own."""
@@ -269,12 +253,19 @@ class Coordinator:
         if not self._live:
             return
         states = plane.states()
+        with self._service.store.reading() as session:
+            rows = {row.id: row for row in session.scalars(select(JobRow).where(JobRow.id.in_(list(self._live))))}
         for job, live in list(self._live.items()):
             state = states[live.order]
-            self._note_progress(job, live, state)
+            if job in self._put_off:
+                continue
+            with self._alone(rows[job], "cannot_run"):
+                self._note_progress(job, live, state)
             if state.outcome is not None:
-                del self._live[job]
-                self._note_end(job, live, state)
+                with self._alone(rows[job], "no_result"):
+                    self._note_end(rows[job], live, state)
+                if job not in self._put_off:
+                    del self._live[job]
 
     def _note_progress(self, job: str, live: _Live, state: OrderState) -> None:
         is_due = state.is_running and time.monotonic() - live.forecast_at > _FORECAST_S
@@ -292,19 +283,14 @@ class Coordinator:
             if row.status == "running":
                 row.estimated_finish = now() + int(state.remaining_s)
 
-    def _note_end(self, job: str, live: _Live, state: OrderState) -> None:
-        with self._service.store.reading() as session:
-            row = session.scalar(select(JobRow).where(JobRow.id == job))
-        assert row is not None
+    def _note_end(self, job: JobRow, live: _Live, state: OrderState) -> None:
         while live.projection.has_news():
-            with self._changing(job) as (session, locked):
-                live.projection.write(session, locked)
+            with self._changing(job.id) as (session, row):
+                live.projection.write(session, row)
         if state.outcome == "finished":
-            self._finish(row, live.projection)
+            self._finish(job, live.projection)
         elif state.outcome == "failed":
-            message = shown_error(self._service, row, state.reason or "the executor failed")
-            with self._changing(job) as (session, locked):
-                self._fail(session, locked, {"code": "training_failed", "message": message, "param": None})
+            self._fail(job, "training_failed", state.reason or "the executor failed")
         # A stopped one was paused or cancelled; where it was resumed meanwhile, the next turn submits it again.
 
     def _finish(self, job: JobRow, projection: Projection) -> None:
@@ -313,17 +299,57 @@ class Coordinator:
                 projection.write(session, row)
             if row.status not in ("queued", "running", "paused"):
                 return
-        try:
+        with self._alone(job, "no_result"):
             found = publish(self._service, job)
-        except AltoError as error:
-            message = shown_error(self._service, job, error)
             with self._changing(job.id) as (session, row):
-                self._fail(session, row, {"code": "no_result", "message": message, "param": None})
-            return
+                if row.status in ("queued", "running", "paused"):
+                    row.started_at = row.started_at or now()
+                    write_result(session, row, found)
+
+    # -- faults ----------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _alone(self, job: JobRow, code: str, param: str | None = None) -> Iterator[None]:
+        """Keep what goes wrong with ``job`` from all others: it fails, or is put off while a disk refuses.
+
+        Args:
+            job: The job of the block.
+            code: Of its error.
+            param: What of its request is the cause.
+        """
+        try:
+            yield
+        except Exception as error:
+            if is_of_service(error):
+                raise
+            if is_of_storage(error):
+                self.failure = error
+                self._put_off[job.id] = time.monotonic() + _RETRY_S
+                _LOG.error("job %s is put off: its files cannot be read or written", job.id, exc_info=error)
+                return
+            if not isinstance(error, AltoError | ApiError):
+                _LOG.error("job %s fails by an error that was not expected", job.id, exc_info=error)
+                self._fail(job, "internal_error", "the service failed to work on it; its log has the cause")
+                return
+            if param is not None and isinstance(error, ValueError):
+                code = "invalid_training_file"
+            self._fail(job, code, error, param)
+
+    def _fail(self, job: JobRow, code: str, error: Exception | str, param: str | None = None) -> None:
+        message = shown_error(self._service, job, str(error))
         with self._changing(job.id) as (session, row):
-            if row.status in ("queued", "running", "paused"):
-                row.started_at = row.started_at or now()
-                write_result(session, row, found)
+            if row.status not in ENDED:
+                row.status, row.finished_at, row.estimated_finish = "failed", now(), None
+                row.error = {"code": code, "message": message, "param": param}
+                add_event(session, row, f"The job failed: {message}", level="error")
+
+    def _forget_delays(self) -> None:
+        """Try again with jobs that were put off long enough."""
+        for job, until in list(self._put_off.items()):
+            if until <= time.monotonic():
+                del self._put_off[job]
+        if not self._put_off:
+            self.failure = None
 
     # -- the database ----------------------------------------------------------------------------------------------
 
@@ -335,12 +361,6 @@ class Coordinator:
             row = lock_job(session, job)
             assert row is not None, "rows of jobs stay"
             yield session, row
-
-    def _fail(self, session: Session, row: JobRow, error: dict[str, str | None]) -> None:
-        if row.status in ("succeeded", "failed", "cancelled"):
-            return
-        row.status, row.error, row.finished_at, row.estimated_finish = "failed", error, now(), None
-        add_event(session, row, f"The job failed: {error['message']}", level="error")
 
 
 def _in_turns(jobs: Sequence[tuple[str, str]], num_live: Mapping[str, int]) -> list[str]:

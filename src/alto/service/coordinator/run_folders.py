@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from alto.engine.control_plane import checked_task
-from alto.errors import AltoError
 from alto.runs import RunDir
 from alto.service.context import Service
 from alto.service.ids import new_id
@@ -58,9 +57,8 @@ def make_run(service: Service, job: JobRow) -> None:
         shutil.rmtree(unborn, ignore_errors=True)
 
 
-def shown_error(service: Service, job: JobRow, error: AltoError | str) -> str:
-    """An error without the paths of this machine."""
-    text = str(error)
+def shown_error(service: Service, job: JobRow, text: str) -> str:
+    """The text of an error without the paths of this machine."""
     root = service.run_of(job)
     for found in sorted({part.strip("'\"(),;:") for part in text.split() if root.name in part}, key=len, reverse=True):
         if "/" in found:

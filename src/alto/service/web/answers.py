@@ -13,12 +13,13 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import InterfaceError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from alto.errors import AltoError
+from alto.errors import AltoError, RunWriteError
 from alto.service.errors import ApiError
 from alto.service.web.counts import RequestCounts
 
@@ -128,7 +129,10 @@ def add_error_answers(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(AltoError, _on_alto_error)
-    app.add_exception_handler(OperationalError, _on_database_error)
+    for of_database in (OperationalError, InterfaceError, PoolTimeoutError):
+        app.add_exception_handler(of_database, _on_database_error)
+    for of_storage in (OSError, RunWriteError):
+        app.add_exception_handler(of_storage, _on_storage_error)
     app.add_exception_handler(Exception, _on_error)
 
 
@@ -168,6 +172,19 @@ def _on_database_error(request: Request, error: Exception) -> Response:
             "again",
             code="database_unavailable",
             headers={"Retry-After": "2"},
+        )
+    )
+
+
+def _on_storage_error(request: Request, error: Exception) -> Response:
+    _LOG.error("a disk or the store of artefacts refused", extra={"request_id": _id_of(request)}, exc_info=error)
+    return _answer(
+        ApiError(
+            503,
+            "expected files that can be read and written, found a disk or a store of artefacts that is full or gone; "
+            "try again",
+            code="storage_unavailable",
+            headers={"Retry-After": "10"},
         )
     )
 

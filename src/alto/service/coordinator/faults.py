@@ -1,0 +1,21 @@
+"""What an error concerns: one job, the disk or the store of artefacts, or the whole service."""
+
+from __future__ import annotations
+
+from sqlalchemy.exc import InterfaceError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
+
+from alto.errors import AltoError, RunWriteError
+from alto.service.coordinator.leadership import LostLeadershipError
+
+__all__ = ["is_of_service", "is_of_storage"]
+
+
+def is_of_service(error: Exception) -> bool:
+    """Whether no job can be worked on: the database does not answer, or another server leads."""
+    return isinstance(error, LostLeadershipError | OperationalError | InterfaceError | PoolTimeoutError)
+
+
+def is_of_storage(error: Exception) -> bool:
+    """Whether a disk or the store of artefacts refused: the same job may succeed later."""
+    return isinstance(error, RunWriteError) or (isinstance(error, OSError) and not isinstance(error, AltoError))
