@@ -21,6 +21,7 @@ from alto.service.coordinator import coordinator as coordinating
 from alto.service.store import store as storing
 from alto.service.store.events import add_event
 from alto.service.store.jobs import find_job, lock_job
+from alto.service.store.tables import JobRow
 from benchmarks.service_lib.plane import simulated_plane
 from benchmarks.service_lib.simulated_cluster import SimulatedCluster
 
@@ -71,14 +72,22 @@ def test_a_locked_database_is_503_and_nothing_is_lost(service: Served, gate: Pat
     assert found.value.status_code == 503
     assert found.value.response.headers["retry-after"] == "2"
     assert status(client, running) == "running", "what only reads is answered"
-    # The coordinator begins again and again; the run is not lost by that.
     wait_for(lambda: service.coordinator is not None and service.coordinator.failure is not None)
+    assert httpx2.get(f"{service.url}/readyz").status_code == 503
     lock.close()
+    wait_for(lambda: httpx2.get(f"{service.url}/readyz").status_code == 200)
     gate.touch()
     later = client.fine_tuning.jobs.create(model="alto-tiny", training_file=file).id
     for job in (running, later):
         check_trained_once(service, client, job)
     assert {job.id for job in client.fine_tuning.jobs.list()} == {running, later}
+    journal = service.service.run_of(row_of(service, running)) / "journal.jsonl"
+    assert "resumed" not in journal.read_text(), "its executor went on meanwhile"
+
+
+def row_of(service: Served, job: str) -> JobRow:
+    with service.service.store.reading() as session:
+        return find_job(session, "default", job)
 
 
 def test_a_full_disk_refuses_uploads_and_keeps_nothing_of_them(
@@ -117,6 +126,8 @@ def test_a_result_that_cannot_be_kept_is_kept_later_and_others_go_on(
         gate.touch()
         check_trained_once(service, client, create(service, client))
         assert status(client, first) == "running", "it is put off"
+        messages = [event.message for event in client.fine_tuning.jobs.list_events(first, limit=100)]
+        assert messages.count("The service cannot read or write the job's files; it tries again") == 1
         assert httpx2.get(f"{service.url}/readyz").status_code == 503
     check_trained_once(service, client, first)
     wait_for(lambda: httpx2.get(f"{service.url}/readyz").status_code == 200)

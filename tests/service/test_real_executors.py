@@ -130,6 +130,8 @@ def test_both_methods_are_trained_and_a_restart_goes_on(tmp_path: Path) -> None:
         assert any("Best of 4 configurations" in message for message in server.messages(tuned))
         check_results(server, found)
         wait_for(lambda: any("step" in message for message in server.messages(long)))
+    # What was backed up, or moved to a larger disk, goes on elsewhere.
+    folder = folder.rename(tmp_path / "moved")
     with serving(folder) as server:
         wait_for(lambda: "Training continues from its checkpoints" in server.messages(long))
         assert server.client.fine_tuning.jobs.pause(long).status == "paused"

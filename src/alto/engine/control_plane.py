@@ -60,13 +60,11 @@ class OrderState:
     Attributes:
         outcome: ``finished``, ``failed`` or ``stopped``; None while something is still to be done.
         is_running: Whether an executor works on it.
-        remaining_s: Estimated seconds of training that are left.
         reason: Why it failed.
     """
 
     outcome: Literal["finished", "failed", "stopped"] | None
     is_running: bool
-    remaining_s: float
     reason: str
 
 
@@ -214,6 +212,5 @@ def _state_of(task: TaskStatus) -> OrderState:
     return OrderState(
         outcome=outcomes.get(task.state),
         is_running=task.state in (TaskState.STARTING, TaskState.RUNNING),
-        remaining_s=task.expected_s * (1.0 - task.share_done),
         reason=task.reason,
     )

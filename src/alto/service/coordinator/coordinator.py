@@ -19,14 +19,15 @@ from sqlalchemy.orm import Session
 
 from alto.engine.control_plane import ControlPlane, OrderState, RunOrder
 from alto.errors import AltoError, QueueCommandError
-from alto.runs import RunDir, has_result, load_run_task
+from alto.runs import RunDir, has_result
+from alto.runs.progress import outlook
 from alto.service.context import Service
-from alto.service.coordinator.faults import is_of_service, is_of_storage
+from alto.service.coordinator.faults import is_of_service, is_of_storage, told
 from alto.service.coordinator.housekeeping import keep_house
-from alto.service.coordinator.leadership import Leadership, LostLeadershipError
+from alto.service.coordinator.leadership import PATIENCE_S, Leadership, LostLeadershipError
 from alto.service.coordinator.projection import Projection
 from alto.service.coordinator.results import publish, write_result
-from alto.service.coordinator.run_folders import make_run, shown_error
+from alto.service.coordinator.run_folders import clear_ended_runs, make_run, settled_task, shown_error
 from alto.service.errors import ApiError
 from alto.service.ids import now
 from alto.service.serving import registering
@@ -78,6 +79,8 @@ class Coordinator:
         self._live: dict[str, _Live] = {}
         self._checks: dict[str, Future[None]] = {}
         self._put_off: dict[str, float] = {}
+        self._delayed: set[str] = set()
+        self._silent_since: float | None = None
         self._house_at = 0.0
         self.plane: ControlPlane | None = None
         self.failure: BaseException | None = None
@@ -120,16 +123,40 @@ class Coordinator:
         ):
             self.plane, self.failure = plane, None
             self._live, self._checks, self._put_off = {}, {}, {}
+            self._delayed, self._silent_since = set(), None
             try:
                 self._limit_tenants(plane)
                 while not self._is_stopping.is_set():
                     self._service.work.clear()
-                    self.turn(plane, pool)
+                    self._turn_in_patience(plane, pool)
                     self._service.work.wait(TURN_S)
                 plane.drain()
                 self._note_ends(plane)
             finally:
                 self.plane = None
+
+    def _turn_in_patience(self, plane: ControlPlane, pool: ThreadPoolExecutor) -> None:
+        """A turn; while the database does not answer for a short time, executors go on."""
+        try:
+            self.turn(plane, pool)
+        except LostLeadershipError:
+            raise
+        except Exception as error:
+            if not is_of_service(error):
+                raise
+            self.failure = error
+            if self._silent_since is None:
+                self._silent_since = time.monotonic()
+                _LOG.warning("the database does not answer: %s", str(error).partition("\n")[0])
+            elif time.monotonic() - self._silent_since > PATIENCE_S:
+                # Another server may lead from now on. What runs is saved before it is given up.
+                plane.drain()
+                raise
+            self._is_stopping.wait(_RETRY_S)
+        else:
+            self._silent_since = None
+            if not self._put_off:
+                self.failure = None
 
     def turn(self, plane: ControlPlane, pool: ThreadPoolExecutor) -> None:
         """Bring the control plane and the database together, once."""
@@ -143,6 +170,7 @@ class Coordinator:
             self._house_at = time.monotonic()
             self._limit_tenants(plane)
             keep_house(self._service)
+            clear_ended_runs(self._service, self._live)
 
     def _limit_tenants(self, plane: ControlPlane) -> None:
         with self._service.store.reading() as session:
@@ -169,13 +197,14 @@ class Coordinator:
 
     def _check(self, plane: ControlPlane, job: JobRow) -> None:
         """Make the run of a job, or fail the job."""
-        with self._alone(job, "invalid_job", "training_file"):
+        with self._alone(job, "invalid_job"):
             make_run(self._service, job)
-            plane.check(load_run_task(RunDir.open(self._service.run_of(job)), trust_remote_code=True))
+            plane.check(settled_task(self._service, job))
             with self._changing(job.id) as (session, row):
                 if row.status == "validating_files":
                     row.status, row.run_dir = "queued", str(self._service.run_of(job))
                     add_event(session, row, "Files validated, moving job to queued state")
+                    _LOG.info("job %s of tenant %s is queued", job.id, job.tenant)
         self._service.work.set()
 
     # -- jobs of the control plane ---------------------------------------------------------------------------------
@@ -209,7 +238,7 @@ class Coordinator:
             if has_result(run):  # a server died before it wrote that down
                 self._finish(job, projection)
                 return
-            task = load_run_task(RunDir.open(root), trust_remote_code=True)
+            task = settled_task(self._service, job)
             with self._changing(job.id) as (_, row):
                 if row.status not in ("queued", "running"):
                     return
@@ -277,11 +306,13 @@ class Coordinator:
             if not is_due:
                 return
             live.forecast_at = time.monotonic()
+            remaining_s = outlook(self._service.histories.read(self._service.run_of(row)), time.time()).remaining_s
             if row.status == "queued":
                 row.status, row.started_at = "running", row.started_at or now()
                 add_event(session, row, "Fine-tuning job started")
+                _LOG.info("job %s of tenant %s is running", row.id, row.tenant)
             if row.status == "running":
-                row.estimated_finish = now() + int(state.remaining_s)
+                row.estimated_finish = None if remaining_s is None else now() + int(remaining_s)
 
     def _note_end(self, job: JobRow, live: _Live, state: OrderState) -> None:
         while live.projection.has_news():
@@ -290,7 +321,7 @@ class Coordinator:
         if state.outcome == "finished":
             self._finish(job, live.projection)
         elif state.outcome == "failed":
-            self._fail(job, "training_failed", state.reason or "the executor failed")
+            self._fail(job, "training_failed", None, state.reason or "the executor failed")
         # A stopped one was paused or cancelled; where it was resumed meanwhile, the next turn submits it again.
 
     def _finish(self, job: JobRow, projection: Projection) -> None:
@@ -305,17 +336,17 @@ class Coordinator:
                 if row.status in ("queued", "running", "paused"):
                     row.started_at = row.started_at or now()
                     write_result(session, row, found)
+                    _LOG.info("job %s of tenant %s has succeeded", job.id, job.tenant)
 
     # -- faults ----------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _alone(self, job: JobRow, code: str, param: str | None = None) -> Iterator[None]:
+    def _alone(self, job: JobRow, code: str) -> Iterator[None]:
         """Keep what goes wrong with ``job`` from all others: it fails, or is put off while a disk refuses.
 
         Args:
             job: The job of the block.
-            code: Of its error.
-            param: What of its request is the cause.
+            code: Of its error, where neither its rows nor its model are the cause.
         """
         try:
             yield
@@ -323,33 +354,39 @@ class Coordinator:
             if is_of_service(error):
                 raise
             if is_of_storage(error):
-                self.failure = error
-                self._put_off[job.id] = time.monotonic() + _RETRY_S
-                _LOG.error("job %s is put off: its files cannot be read or written", job.id, exc_info=error)
+                self._delay(job, error)
                 return
             if not isinstance(error, AltoError | ApiError):
                 _LOG.error("job %s fails by an error that was not expected", job.id, exc_info=error)
-                self._fail(job, "internal_error", "the service failed to work on it; its log has the cause")
+                self._fail(job, "internal_error", None, "the service failed to work on it; its log has the cause")
                 return
-            if param is not None and isinstance(error, ValueError):
-                code = "invalid_training_file"
-            self._fail(job, code, error, param)
+            self._fail(job, *told(error, code), error)
 
-    def _fail(self, job: JobRow, code: str, error: Exception | str, param: str | None = None) -> None:
+    def _delay(self, job: JobRow, error: Exception) -> None:
+        """Have ``job`` wait for a disk or the store of artefacts; its user and the log are told once."""
+        self.failure = error
+        self._put_off[job.id] = time.monotonic() + _RETRY_S
+        if job.id in self._delayed:
+            return
+        self._delayed.add(job.id)
+        _LOG.error("job %s waits: its files cannot be read or written", job.id, exc_info=error)
+        with self._changing(job.id) as (session, row):
+            add_event(session, row, "The service cannot read or write the job's files; it tries again", level="warn")
+
+    def _fail(self, job: JobRow, code: str, param: str | None, error: Exception | str) -> None:
         message = shown_error(self._service, job, str(error))
         with self._changing(job.id) as (session, row):
             if row.status not in ENDED:
                 row.status, row.finished_at, row.estimated_finish = "failed", now(), None
                 row.error = {"code": code, "message": message, "param": param}
                 add_event(session, row, f"The job failed: {message}", level="error")
+                _LOG.info("job %s of tenant %s has failed: %s", job.id, job.tenant, code)
 
     def _forget_delays(self) -> None:
         """Try again with jobs that were put off long enough."""
         for job, until in list(self._put_off.items()):
             if until <= time.monotonic():
                 del self._put_off[job]
-        if not self._put_off:
-            self.failure = None
 
     # -- the database ----------------------------------------------------------------------------------------------
 

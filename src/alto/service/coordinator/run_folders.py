@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from sqlalchemy import select
+
 from alto.engine.control_plane import checked_task
-from alto.runs import RunDir
+from alto.runs import RunDir, load_run_task, replace_file
+from alto.runs.files import writing
 from alto.service.context import Service
 from alto.service.ids import new_id
 from alto.service.openai.files import artefact_of, find_file
+from alto.service.store.jobs import ENDED
 from alto.service.store.tables import JobRow
 from alto.spec import Task
 
-__all__ = ["make_run", "shown_error"]
+__all__ = ["clear_ended_runs", "make_run", "settled_task", "shown_error"]
 
 _TRAIN, _VALIDATION = "training.jsonl", "validation.jsonl"
+_ROWS = "data"
+_ONLY_FOR_TRAINING = (_ROWS, "jobs", "control", "report.html")
+"""Of a run folder: rows, checkpoints of every job, commands, and a page that can be written again."""
 
 
 def make_run(service: Service, job: JobRow) -> None:
@@ -39,22 +47,60 @@ def make_run(service: Service, job: JobRow) -> None:
             if file is not None:
                 with service.store.reading() as session:
                     row = find_file(session, job.tenant, file, key)
-                service.artefacts.fetch(artefact_of(row), unborn / "data" / name)
-                values[key] = str(unborn / "data" / name)
+                service.artefacts.fetch(artefact_of(row), unborn / _ROWS / name)
+                values[key] = str(unborn / _ROWS / name)
         task = checked_task(Task(**values, name=job.id, tenant=job.tenant, report_to="none"))
-        moved = {
-            key: str(root / "data" / Path(str(getattr(task, key))).name)
-            for key in ("dataset", "validation_dataset")
-            if getattr(task, key) is not None
-        }
         folder = RunDir(unborn)
         folder.journal_file.touch()
         # Last, as a folder with it is complete.
-        folder.task_file.write_text(task.replace(**moved).to_yaml(), encoding="utf-8")
+        folder.task_file.write_text(_with_rows_in(root, task).to_yaml(), encoding="utf-8")
         root.parent.mkdir(parents=True, exist_ok=True)
         unborn.rename(root)
     finally:
         shutil.rmtree(unborn, ignore_errors=True)
+
+
+def settled_task(service: Service, job: JobRow) -> Task:
+    """The task of a run, whose rows are in its folder: written anew where the folder was moved, or restored elsewhere.
+
+    Raises:
+        AltoError: It cannot be read or written.
+    """
+    run = RunDir.open(service.run_of(job))
+    task = load_run_task(run, trust_remote_code=True)
+    settled = _with_rows_in(run.root, task)
+    if settled != task:
+        with writing(run.root, run.task_file):
+            replace_file(run.task_file, settled.to_yaml())
+    return settled
+
+
+def clear_ended_runs(service: Service, live: Collection[str]) -> None:
+    """Remove what only training needs of the runs of ended jobs: their rows and checkpoints. Journals stay.
+
+    Args:
+        live: Jobs that executors may still work on.
+    """
+    found = {path.parent.name: path.parent for path in (service.settings.root / "runs").glob(f"*/*/{_ROWS}")}
+    candidates = [job for job in found if job not in live]
+    with service.store.reading() as session:
+        for at in range(0, len(candidates), 500):
+            some = candidates[at : at + 500]
+            ended = session.scalars(select(JobRow.id).where(JobRow.id.in_(some), JobRow.status.in_(ENDED)))
+            for job in ended:
+                # The rows go last: a folder that still has them is looked at again.
+                for name in reversed(_ONLY_FOR_TRAINING):
+                    path = found[job] / name
+                    if path.is_dir():
+                        shutil.rmtree(path)
+                    else:
+                        path.unlink(missing_ok=True)
+
+
+def _with_rows_in(root: Path, task: Task) -> Task:
+    """``task`` with the files of its rows in the run folder ``root``."""
+    paths = {key: getattr(task, key) for key in ("dataset", "validation_dataset")}
+    return task.replace(**{key: str(root / _ROWS / Path(str(path)).name) for key, path in paths.items() if path})
 
 
 def shown_error(service: Service, job: JobRow, text: str) -> str:

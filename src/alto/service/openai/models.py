@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import Any
 
 from fastapi import APIRouter
@@ -58,5 +59,6 @@ def delete(service: ServiceOf, caller: Writer, model: str) -> dict[str, Any]:
         row.deleted_at = now()
     service.artefacts.delete(row.adapter)
     service.artefacts.delete(merged_folder(row))
+    shutil.rmtree(service.settings.root / "runs" / row.tenant / row.job / "best", ignore_errors=True)
     service.work.set()
     return {"id": model, "object": "model", "deleted": True}

@@ -1,0 +1,80 @@
+"""Run folders of the service: moved to another place, and cleared once their jobs have ended."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import httpx2
+import openai
+import pytest
+from services import Served, served, wait_for
+
+from alto.runs import RunDir
+from alto.runs.trust import load_run_task
+from alto.service.coordinator import coordinator as coordinating
+from alto.service.store.jobs import find_job
+from benchmarks.service_lib.plane import simulated_plane
+from benchmarks.service_lib.simulated_cluster import SimulatedCluster
+
+
+def create(service: Served, client: openai.OpenAI) -> str:
+    return client.fine_tuning.jobs.create(model="alto-tiny", training_file=service.upload(client)).id
+
+
+def test_a_data_folder_that_was_moved_goes_on(tmp_path: Path) -> None:
+    old, new, gate = tmp_path / "old", tmp_path / "new", tmp_path / "go"
+    with served(old, open_plane=simulated_plane(old, lambda: SimulatedCluster(waits_for=gate))) as service:
+        job = create(service, client := service.client())
+        wait_for(lambda: client.fine_tuning.jobs.retrieve(job).status == "running")
+    old.rename(new)
+    gate.touch()
+    with served(new, open_plane=simulated_plane(new, SimulatedCluster)) as service:
+        assert service.finished(service.client(), job).status == "succeeded"
+        run = RunDir.open(new / "runs" / "default" / job)
+        task = load_run_task(run, trust_remote_code=True)
+        assert Path(str(task.dataset)) == run.root / "data" / "training.jsonl"
+
+
+def test_rows_and_checkpoints_of_ended_jobs_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinating, "_HOUSEKEEPING_S", 0.0)
+    gate = tmp_path / "go"
+    root = tmp_path / "service"
+    with served(root, open_plane=simulated_plane(root, lambda: SimulatedCluster(duration_s=0.1, waits_for=gate))) as it:
+        client = it.client()
+        job = create(it, client)
+        folder = root / "runs" / "default" / job
+        wait_for(lambda: client.fine_tuning.jobs.retrieve(job).status == "running")
+        (folder / "jobs" / "job-000" / "last").mkdir(parents=True)
+        time.sleep(0.5)
+        assert (folder / "data" / "training.jsonl").exists(), "a job that runs keeps its rows"
+        gate.touch()
+        model = it.finished(client, job).fine_tuned_model
+        wait_for(lambda: not (folder / "data").exists())
+        assert {path.name for path in folder.iterdir()} == {"task.yaml", "journal.jsonl", "best", "lease", "run.lock"}
+        assert httpx2.get(f"{it.url}/api/tasks/{job}/report").status_code == 200
+        assert len(httpx2.get(f"{it.url}/api/tasks/{job}").json()["jobs"]) == 2
+        client.models.delete(model)
+        assert not (folder / "best").exists()
+        assert httpx2.get(f"{it.url}/api/tasks/{job}/report").status_code == 200
+
+
+def test_the_expected_end_follows_the_pace_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run in the middle of seconds of work is not expected to take an hour."""
+    monkeypatch.setattr(coordinating, "_FORECAST_S", 0.0)
+    gate = tmp_path / "go"
+    plane = simulated_plane(tmp_path, lambda: SimulatedCluster(duration_s=0.1, waits_for=gate))
+    with served(tmp_path, open_plane=plane) as service:
+        client = service.client()
+        job = create(service, client)
+
+        def expected() -> int | None:
+            with service.service.store.reading() as session:
+                return find_job(session, "default", job).estimated_finish
+
+        wait_for(lambda: expected() is not None)
+        found = expected()
+        assert found is not None
+        assert found < time.time() + 600
+        gate.touch()
+        assert service.finished(client, job).estimated_finish is None
