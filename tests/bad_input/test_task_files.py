@@ -228,7 +228,7 @@ def test_a_wrong_override_is_refused_in_words(refusal: Any, override: str, messa
         ("loop", "symbolic links"),
         ("latin.yaml", "should be a readable YAML file in UTF-8"),
         ("binary.yaml", "special characters are not allowed"),
-        ("train.jsonl", "should be valid YAML"),
+        ("train.jsonl", "found what looks like a dataset"),
     ],
 )
 def test_a_file_that_is_no_task(refusal: Any, folder: Path, file: str, message: str) -> None:

@@ -120,6 +120,8 @@ def test_report_shows_a_run_again(task_file: Path, tmp_path: Path) -> None:
     assert (root / "report.html").is_file()
     assert f"report:  {root / 'report.html'}\n" in done.stdout
     assert all(f"job-{index:03d}" in done.stdout for index in range(4))
+    for job, found in (("job-999", "expected a job of this run"), ("job-001", "expected a run that is not finished")):
+        assert str(invoke("job", "stop", root, job).exception).startswith(found)
 
 
 @pytest.mark.parametrize(

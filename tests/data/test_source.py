@@ -236,6 +236,23 @@ def test_held_out_rows_can_be_named(hub: Hub, tmp_path: Path) -> None:
     assert len(read_heldout_rows(task, str(write_rows(tmp_path / "other.jsonl", 7))).rows) == 7
 
 
+@pytest.mark.parametrize("of_mixture", [False, True])
+def test_rows_to_test_on_are_those_of_the_task(hub: Hub, tmp_path: Path, of_mixture: bool) -> None:
+    """Also of a dataset with a test split of its own: the winner was chosen by the validation rows."""
+    hub("me/mine", train=gsm8k(20), test=gsm8k(2, first=90))
+    other = str(write_rows(tmp_path / "test.jsonl", 4))
+    of_task = make(
+        [{"path": "me/mine"}, {"path": str(write_rows(tmp_path / "more.jsonl", 9))}] if of_mixture else "me/mine"
+    )
+    named = read_heldout_rows(of_task.replace(test_dataset=other), None)
+    assert (len(named.rows), named.name) == (4, f"{other} (test rows)")
+    shared = of_task.replace(test_split=0.2)
+    held_out = read_heldout_rows(shared, None)
+    assert held_out.rows == list(read_task_rows(shared).test or ())
+    assert held_out.name == f"{shared.dataset_name} (test rows)"
+    assert not {*prompts(held_out.rows)} & {"q90", "q91"}
+
+
 def test_hub_rows_to_validate_on(hub: Hub, tmp_path: Path) -> None:
     hub("me/mine", train=gsm8k(10), validation=gsm8k(3, first=50))
     task = make(str(write_rows(tmp_path / "rows.jsonl", 10)), validation_dataset="me/mine")
@@ -316,3 +333,19 @@ def test_a_preset_knows_how_long_its_rows_are(hub: Hub, name: str, tokens: int) 
     assert read_task_rows(make(name)).max_length == tokens
     assert read_task_rows(make(name, max_length=64)).max_length == 64
     assert read_heldout_rows(make(name), None).max_length == tokens
+
+
+@pytest.mark.parametrize("has_splits", [False, True])
+def test_a_folder_of_save_to_disk_is_told_apart(has_splits: bool, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_list(gsm8k(3))
+    (datasets.DatasetDict(train=rows) if has_splits else rows).save_to_disk(tmp_path / "saved")
+    with pytest.raises(DataFileNotFoundError, match=r"which save_to_disk .*datasets\.load_from_disk\('.*saved'\)"):
+        read_task_rows(make(str(tmp_path / "saved")))
+
+
+def test_blanks_in_names_of_columns_are_seen(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("Customer Question, Agent Reply ,id\na,b,1\nc,d,2\n", encoding="utf-8")
+    with pytest.raises(DataFormatError, match="found Customer Question, ' Agent Reply ', id"):
+        read_task_rows(make(str(path)))

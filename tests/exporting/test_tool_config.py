@@ -242,6 +242,24 @@ def test_texts_that_trl_joins_without_the_chat_template_are_reported(method: str
     assert notes == ()
 
 
+@pytest.mark.parametrize(
+    ("form", "of_messages", "is_noted"),
+    [
+        ("prompt_completion", False, True),
+        ("preference", False, True),
+        ("messages", True, False),
+        ("text", False, False),
+    ],
+)
+def test_custom_types_of_axolotl_write_no_chat_template(
+    form: str, of_messages: bool, is_noted: bool, tmp_path: Path
+) -> None:
+    keys = PAIRS | {"method": "dpo" if form == "preference" else "sft"}
+    winner = winner_of(tmp_path, keys, form, of_messages=of_messages, **COLUMNS.get(form, {"text": "text"}))
+    _, _, notes = written(winner, "axolotl", tmp_path / "out")
+    assert notes == ((f"Axolotl has no place for dataset_format: '{form}'.",) if is_noted else ())
+
+
 @pytest.mark.parametrize("tool", ["axolotl", "llamafactory"])
 @pytest.mark.parametrize("method", ["sft", "dpo", "kto"])
 def test_lists_of_messages_are_no_texts_of_another_tool(method: str, tool: str, tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ def test_settings_that_change_nothing_are_noted_together() -> None:
     assert {"logging_steps", "save_steps", "output_dir"} <= set(keys)
     assert not any("--set" in note for note in found.notes), "that is of the command line"
     noted = {note.partition(":")[0] for note in task(lora(), sft()).notes}
-    assert noted <= {"assistant_only_loss", "dataset_format", "use_cpu"}, (
+    assert noted <= {"assistant_only_loss", "bf16", "dataset_format", "eval_strategy", "use_cpu"}, (
         "nothing is said of defaults that ask for nothing"
     )
     assert found.replace(seed=5).notes == found.notes

@@ -43,6 +43,11 @@ def test_what_the_file_leaves_out_is_llamafactorys_default(folder: Path) -> None
     assert imported_task([imported(folder)]).task.jobs[0].config.lora_alpha == 16
 
 
+def test_all_tokens_and_the_last_reply_alone_are_refused_as_there(folder: Path) -> None:
+    with pytest.raises(SpecError, match=r"mask_history: expected one of train_on_prompt .* found both"):
+        imported(folder, train_on_prompt=True, mask_history=True)
+
+
 @pytest.mark.parametrize(
     ("entry", "method", "expected"),
     [

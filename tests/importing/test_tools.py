@@ -66,7 +66,7 @@ def test_no_such_file(tmp_path: Path) -> None:
 
 
 def test_the_tool_may_be_named(tmp_path: Path) -> None:
-    (tmp_path / "c.yaml").write_text("model_name_or_path: m\ndataset_name: a/b\n", encoding="utf-8")
+    (tmp_path / "c.yaml").write_text("model_name_or_path: m\ndataset_name: a/b\nuse_peft: true\n", encoding="utf-8")
     assert import_file(tmp_path / "c.yaml", "trl").values["dataset"] == "a/b"
     assert import_file(tmp_path / "c.yaml", "llamafactory").tool.title == "LLaMA-Factory"
 

@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 from foreign_configs import write_configs
+from tiny import load_tokenizer
+from trl_rows import trl_row
 
+from alto.data import Message, encode_conversation
 from alto.errors import AltoError, SpecError, UnsupportedError
 from alto.importing import ImportedFile, ImportedTask, NoteKind, import_file, imported_task
 
@@ -79,7 +82,7 @@ def test_the_command_may_be_named(folder: Path) -> None:
         ({"max_seq_length": 2048}, {"max_length": 2048}),
         ({"max_seq_length": 2048, "max_length": 512}, {"max_length": 512}),
         ({"lora_modules_to_save": ["lm_head"]}, {"modules_to_save": ["lm_head"]}),
-        ({"completion_only_loss": False}, {"train_on": "all"}),
+        ({"completion_only_loss": False, "assistant_only_loss": None}, {"train_on": "all"}),
         ({"dataset_text_field": "body"}, {"columns": {"text": "body"}}),
         (
             {"dataset_config": "en", "dataset_train_split": "train_sft"},
@@ -168,7 +171,7 @@ def test_what_is_not_taken_over_is_reported(folder: Path, keys: dict[str, Any], 
     assert found.kind is kind
 
 
-EVERYWHERE = {"dataset_format", "lora_target_modules", "output_dir", "save_steps", "use_cpu"}
+EVERYWHERE = {"dataset_format", "eval_strategy", "lora_target_modules", "output_dir", "save_steps", "use_cpu"}
 
 
 @pytest.mark.parametrize(
@@ -278,6 +281,36 @@ def test_orpo_has_the_learning_rate_of_trl(folder: Path) -> None:
     assert (made.task.method, made.task.jobs[0].config.learning_rate) == ("orpo", 1e-6)
 
 
+@pytest.mark.parametrize("completion", [None, False])
+@pytest.mark.parametrize("assistant", [False, True])
+def test_trained_tokens_of_messages_are_those_of_trl(folder: Path, assistant: bool, completion: bool | None) -> None:
+    """The labels of TRL's own ``SFTTrainer`` decide; where it trains all by default, a line says what ALTO does."""
+    pytest.importorskip("trl", reason="needs the extra 'bench'")
+    turns = ["What is 1 + 1?", "2", "And 2 + 2?", "4"]
+    row = {"messages": [{"role": ("user", "assistant")[n % 2], "content": turn} for n, turn in enumerate(turns)]}
+    tokenizer = load_tokenizer()
+    _, expected = trl_row(row, tokenizer, assistant_only=assistant, completion_only=completion)
+    made = task(folder, assistant_only_loss=assistant, completion_only_loss=completion)
+    turns_of_row = tuple(Message(turn["role"], turn["content"]) for turn in row["messages"])
+    (found,) = encode_conversation(turns_of_row, tokenizer, made.task.train_on)
+    if assistant or completion is False:
+        assert list(found.is_trained) == expected
+    else:
+        assert "train_on=all" in line(made.files[0], "assistant_only_loss")
+
+
+@pytest.mark.parametrize(
+    ("keys", "value"),
+    [({}, "none"), ({"use_peft": False}, "false"), ({"lora_r": 8, "lora_target_modules": "all-linear"}, "none")],
+)
+def test_a_file_of_trls_command_trains_all_weights_by_default(keys: dict[str, Any], value: str, folder: Path) -> None:
+    """``use_peft`` is false by default there, whatever is said of an adapter."""
+    file = folder / "full.yaml"
+    file.write_text(json.dumps({"model_name_or_path": "m", "dataset_name": "a/b", **keys}), encoding="utf-8")
+    with pytest.raises(UnsupportedError, match=f"use_peft: expected true, found {value}: TRL would train all weights"):
+        import_file(file)
+
+
 @pytest.mark.parametrize(
     ("loss", "kept", "said"),
     [
@@ -285,6 +318,8 @@ def test_orpo_has_the_learning_rate_of_trl(folder: Path) -> None:
         (["sigmoid", "sft"], 0.0, "TRL has none with loss_type: sigmoid"),
         ("robust", 0.1, None),
         (["sigmoid", "robust"], 0.1, "TRL leaves it out of the part loss_type: sigmoid"),
+        ("ipo", 0.0, "TRL has none with loss_type: ipo"),
+        (["hinge", "sft"], 0.0, "TRL has none with loss_type: hinge, sft"),
     ],
 )
 def test_label_smoothing_is_that_of_trl(folder: Path, loss: Any, kept: float, said: str | None) -> None:
@@ -293,6 +328,14 @@ def test_label_smoothing_is_that_of_trl(folder: Path, loss: Any, kept: float, sa
     assert {job.config.objective.label_smoothing for job in found.task.jobs} == {kept}
     notes = [str(note) for note in found.files[0].notes if note.key == "label_smoothing"]
     assert [said in note for note in notes] == ([True] if said else [])
+
+
+@pytest.mark.parametrize(("loss", "kept"), [("ipo", 0.0), ("hinge", 0.0), ("sigmoid", 0.1), ("simpo", 0.1)])
+def test_label_smoothing_of_cpo_is_that_of_trl(folder: Path, loss: str, kept: float) -> None:
+    found = task(folder, "method=cpo", beta=0.2, loss_type=loss, label_smoothing=0.1)
+    assert {job.config.objective.label_smoothing for job in found.task.jobs} == {kept}
+    notes = [str(note) for note in found.files[0].notes if note.key == "label_smoothing"]
+    assert notes == ([] if kept else [f"label_smoothing: not needed: TRL has none with loss_type: {loss}"])
 
 
 @pytest.mark.parametrize(

@@ -277,6 +277,7 @@ EXPECTED: dict[str, tuple[str, dict[str, tuple[str, str]]]] = {
             "warmup_step": ("unknown", _UNKNOWN),
             "rank": ("unknown", _UNKNOWN),
             "packing": ("used as", "raise per_device_train_batch_size"),
+            "eval_strategy": ("used as", "or a tenth of its rows"),
             "datasets[0].columns": ("not needed", "columns without a role are not read"),
             "attn_implementation": ("not needed", _KERNELS),
             "packing_strategy": ("not needed", "concatenated without padding"),

@@ -110,7 +110,9 @@ def test_a_configuration_of_which_a_job_diverged_comes_after_all_others_as_it_wa
     lead = lead_of_winner(history)
     assert lead is not None
     assert lead.runner_up == "c2"
-    assert any("the next best configuration (c2): 3.1" in note for note in choice_notes(history))
+    (note,) = [note for note in choice_notes(history) if "the next best configuration (c2): 3.1" in note]
+    assert note.endswith("ranked by their means, those with a job that diverged or failed after all others.")
+    assert any(note.endswith("ranked by their means.") for note in choice_notes(finished(LOSSES, "b2")))
 
 
 def test_a_configuration_without_a_known_mean_is_last() -> None:

@@ -130,3 +130,13 @@ def test_a_parameter_of_a_sweep_that_is_no_range_and_no_list_is_refused(paramete
     """``log_uniform`` of W&B has exponents of e for its ends: taken for a range it would be another one."""
     with pytest.raises(SpecError, match=r"learning_rate should be a value, a list, a range.* Write \{min: "):
         space(learning_rate=parameter)
+
+
+def test_arrays_and_ranges_of_python_are_lists() -> None:
+    numpy = pytest.importorskip("numpy")
+    found = space(learning_rate=numpy.logspace(-5, -3, 3), r=range(4, 8), seed=numpy.arange(2))
+    assert found == {"learning_rate": pytest.approx([1e-5, 1e-4, 1e-3]), "r": [4, 5, 6, 7], "seed": [0, 1]}
+    paired = SearchSpace.parse({"paired": {"lr": numpy.array([1e-4, 1e-3]), "r": range(4, 6)}})
+    assert len(paired) == 2
+    with pytest.raises(SpecError, match=r"search_space\.seed should have at most 10000 values, found 10000000"):
+        space(seed=range(10_000_000))

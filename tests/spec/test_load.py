@@ -213,8 +213,12 @@ def test_an_override_fixes_what_the_file_searches(tmp_path: Path) -> None:
     assert [(job.config.learning_rate, job.config.r) for job in task.jobs] == [(5e-4, 4), (5e-4, 8)]
 
 
-def test_a_dataset_given_for_a_task_is_told_apart(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "text", ["prompt,completion\na,b\n", "prompt,completion\n'a: b, \"c\nd\": e'f\n", "a,b\n\xe9\xe9,c\n"]
+)
+def test_a_dataset_given_for_a_task_is_told_apart(text: str, tmp_path: Path) -> None:
+    """Also where it is no YAML, or no UTF-8."""
     file = tmp_path / "tickets.csv"
-    file.write_text("prompt,completion\na,b\n")
+    file.write_text(text, encoding="latin-1")
     with pytest.raises(SpecError, match=r"looks like a dataset\. Write a task file .*'dataset: tickets\.csv'"):
         load_task(file)

@@ -77,7 +77,7 @@ def test_paths_of_sources_are_relative_to_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("dataset", "keys", "message"),
     [
-        ([], {}, "dataset should be one dataset, or a list of 1 to 64 sources, found 0"),
+        ([], {}, "dataset should have rows, found an empty list"),
         (["a.jsonl"], {}, r"dataset\[0\] should be a mapping with a path, found 'a.jsonl'"),
         ([{"path": "a", "wieght": 1}], {}, "did you mean|Did you mean 'weight'"),
         ([{"path": "a", "weight": -1}], {}, r"In dataset\[0\]: weight .* >= 0"),

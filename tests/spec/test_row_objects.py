@@ -241,3 +241,10 @@ def test_splits_that_would_be_left_out_are_refused() -> None:
     assert (named.dataset_train_split, named.dataset_test_split) == (None, None)
     on_test = make_task(dataset={"test": ROWS, "validation": ROWS[:2]}, dataset_train_split="test")
     assert (lines_of(on_test.dataset), on_test.test_dataset) == (ROWS, None)
+
+
+@pytest.mark.parametrize("key", ["dataset", "validation_dataset", "test_dataset"])
+@pytest.mark.parametrize("rows", [[], ()])
+def test_no_rows_are_no_mixture(key: str, rows: object) -> None:
+    with pytest.raises(SpecError, match=f"^{key} should have rows, found an empty list. Give at least two"):
+        Task(**{"model": "alto-tiny", "dataset": ROWS, key: rows})

@@ -71,10 +71,10 @@ def _ask(
 ) -> None:
     run_dir = RunDir.open(run)
     history = read_history(run_dir.root)
-    if history.result is not None and action is Action.STOP:
-        raise JobCommandError(f"expected a run that is not finished, found that {run_dir.root} is; no job trains")
     if job not in history.jobs:
         raise JobCommandError(f"expected a job of this run, found {job!r}; it has {', '.join(history.jobs)}")
+    if history.result is not None and action is Action.STOP:
+        raise JobCommandError(f"expected a run that is not finished, found that {run_dir.root} is; no job trains")
     mailbox = Mailbox(run_dir)
     command = mailbox.send(action, job, changes=changes, warm=warm)
     is_live, answer = wait_for_answer(run_dir, mailbox, command, wait_s)

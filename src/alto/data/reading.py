@@ -246,14 +246,15 @@ def read_heldout_rows(task: Task, dataset: str | None) -> HeldoutRows:
     """Rows to evaluate a finished adapter on; if possible, rows that were not used for training or selection.
 
     Args:
-        dataset: A file, a preset or a hub dataset, whose test split is taken where it has one. None takes the test
-            split of the task's own dataset, and where it has none, the task's validation rows.
+        dataset: A file, a preset or a hub dataset, whose test split is taken where it has one. None takes the rows
+            that the task tests on; where it names none, the test split of its dataset; where that has none, the task's
+            validation rows.
 
     Raises:
         DataError: See :func:`open_source`, :meth:`TaskSources.read`.
     """
     name = dataset or task.dataset_name
-    if dataset is None and task.sources:
+    if dataset is None and (task.sources or task.test_dataset is not None or task.test_split is not None):
         return _own_heldout_rows(task)
     source = open_source(name, "dataset", task)
     splits = source.read(MEMORY)
@@ -275,15 +276,15 @@ def read_heldout_rows(task: Task, dataset: str | None) -> HeldoutRows:
 
 def _own_heldout_rows(task: Task) -> HeldoutRows:
     own = TaskSources(task).read(MEMORY)
-    what, rows = "validation", own.validation
-    if task.refit is not None:
-        if not own.test:
-            raise DataError(
-                "dataset: expected rows that were not trained, found a refit, which has trained the validation rows "
-                "too; name others with --dataset"
-            )
-        what, rows = "test", own.test
-    name = f"{task.dataset_name} ({what} rows)"
+    if own.test:
+        name, rows = f"{task.test_dataset or task.dataset_name} (test rows)", own.test
+    elif task.refit is None:
+        name, rows = f"{task.dataset_name} (validation rows)", own.validation
+    else:
+        raise DataError(
+            "dataset: expected rows that were not trained, found a refit, which has trained the validation rows too; "
+            "name others with --dataset"
+        )
     return HeldoutRows(name=name, rows=_wanted(rows), max_length=own.max_length, train_on=task.train_on)
 
 

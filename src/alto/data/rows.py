@@ -86,7 +86,10 @@ def quoted(value: object) -> str:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Names of columns, cleaned as :func:`quoted` does; ``none`` where there are none."""
-    shown = [quoted(name)[1:-1] for name in names]
+    """Names of columns, cleaned as :func:`quoted` does; ``none`` where there are none. A name that is empty, or has a
+    comma, or blanks around it, is in quotes."""
+    shown = [
+        quoted(name)[1:-1] if name and name == name.strip() and "," not in name else quoted(name) for name in names
+    ]
     more = [f"and {len(shown) - _MAX_NAMES} more"] if len(shown) > _MAX_NAMES else []
     return ", ".join([*shown[:_MAX_NAMES], *more]) or "none"

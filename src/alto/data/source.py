@@ -23,6 +23,10 @@ __all__ = ["Source", "Splits", "open_source"]
 DEFAULT_MAX_LENGTH = 1024
 """Default of ``max_length``, where neither a task nor a preset sets it."""
 
+_SAVED_BY_DATASETS = ("dataset_dict.json", "state.json")
+"""A file of a folder that ``save_to_disk`` of the package datasets has written: of a ``DatasetDict``, of a
+``Dataset``."""
+
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -122,6 +126,12 @@ def _file(path: Path, name: str, key: str, task: DataKeys | None) -> Source:
     if not path.is_file() and not path.is_dir():
         raise DataFileNotFoundError(
             f"{key}: expected a file, found a pipe or device at {path}; write the rows to a file and name that"
+        )
+    if not path.is_file() and any((path / name).is_file() for name in _SAVED_BY_DATASETS):
+        raise DataFileNotFoundError(
+            f"{key}: expected a file, found the folder {path}, which save_to_disk of the package datasets has written; "
+            f"give the rows in Python, alto.Task(dataset=datasets.load_from_disk({str(path)!r}), …), or write a file "
+            "of each split with to_parquet and name that"
         )
     if not path.is_file():
         raise DataFileNotFoundError(

@@ -13,7 +13,7 @@ from typing import Any
 
 from alto.backbone import resolve_model
 from alto.errors import SpecError, UnsupportedError
-from alto.exporting.tool_data import Rows, check_dataset
+from alto.exporting.tool_data import NAMED_TYPES, Rows, check_dataset
 from alto.exporting.tool_keys import ToolFiles, axolotl_files, llamafactory_files, trl_files
 from alto.exporting.winner import Winner
 from alto.importing import TOOLS, import_file, imported_task
@@ -102,6 +102,8 @@ def _left_out(task: Task, config: JobConfig, rows: Rows, file: Path, tool: Forei
             differing[key] = value
     if tool == "trl":
         differing |= _unread_by_trl(rows)
+    elif tool == "axolotl" and rows.of_messages is False and rows.form not in NAMED_TYPES:
+        differing["dataset_format"] = rows.form  # its custom types write prompts without the chat template
     if task.base_model.chat_template != imported.base_model.chat_template:
         differing["chat_template"] = task.chat_template
     if task.adapter_dtype != "float32":

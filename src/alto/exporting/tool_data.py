@@ -11,7 +11,7 @@ from typing import Any
 from alto.errors import UnsupportedError
 from alto.spec import Task
 
-__all__ = ["Rows", "axolotl_dataset", "check_dataset", "llamafactory_info", "trl_dataset"]
+__all__ = ["NAMED_TYPES", "Rows", "axolotl_dataset", "check_dataset", "llamafactory_info", "trl_dataset"]
 
 _BUILDERS: Mapping[str, str] = {
     ".json": "json",
@@ -21,6 +21,9 @@ _BUILDERS: Mapping[str, str] = {
     ".arrow": "arrow",
 }
 _FORMS_OF_TEXTS = ("prompt_completion", "preference", "unpaired_preference")
+NAMED_TYPES = ("messages", "sharegpt", "text")
+"""Forms of rows that are a named ``type`` of Axolotl; the others are written as a custom one."""
+
 _TAGS = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
 
 

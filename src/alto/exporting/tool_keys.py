@@ -107,7 +107,7 @@ def trl_files(task: Task, config: JobConfig, model: str, rows: Rows, folder: Pat
     targets = config.target_modules
     keys = {
         "model_name_or_path": model,
-        "dtype": None if task.dtype == "auto" else task.dtype,
+        "dtype": task.dtype,
         **_quantised(task, nested="use_bnb_nested_quant"),
         "trust_remote_code": task.trust_remote_code or None,
         "use_peft": True,

@@ -21,6 +21,7 @@ from alto.spec.base_objects import is_object_name
 from alto.spec.keys import JOB_ALIASES, TASK_ALIASES
 from alto.spec.method import SETTING_ALIASES, find_method
 from alto.spec.quoting import quoted
+from alto.spec.row_objects import first_row
 from alto.spec.search_space import SearchSpace
 
 __all__ = ["read_config_objects"]
@@ -60,8 +61,10 @@ _BELONGING: Mapping[str, tuple[str, ...]] = {
 """By field: others that only mean something beside the value that a configuration has for it."""
 
 _PRECISIONS = ("bf16", "fp16")
-_HARMLESS = ("report_to", "base_model_name_or_path")
+_HARMLESS = ("report_to",)
 """Settings that change nothing of what is learned, although ALTO does not have all of their values."""
+
+_TEXT_COLUMNS = ("prompt", "completion", "chosen", "rejected")
 
 
 def read_config_objects(configs: Sequence[object], values: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -84,7 +87,8 @@ def read_config_objects(configs: Sequence[object], values: Mapping[str, Any]) ->
     overruled = _overruled(values)
     given, defaults = _given(adapter, arguments)
     asked = {key for key, value in given.items() if key not in defaults or value != defaults[key]}
-    draft = Draft(given=dict(given), folders=(Path.cwd(),), replaced=frozenset({"dataset", *overruled}))
+    replaced = frozenset({"dataset", *overruled})
+    draft = Draft(given=dict(given), folders=(Path.cwd(),), replaced=replaced, is_of_a_class=True)
     method = _method_of(arguments, given.get("task_type"), values)
     if given.get("task_type") == "SEQ_CLS":
         draft.put("task_type", draft.take("task_type"))
@@ -108,10 +112,14 @@ def read_config_objects(configs: Sequence[object], values: Mapping[str, Any]) ->
         found.setdefault("report_to", "none")
     if "gradient_checkpointing" not in asked:
         found.pop("gradient_checkpointing", None)  # it changes no number, and ALTO finds out whether memory needs it
-    known = set(given) if arguments is None or _method_by_class(arguments) is None else {*given, FORM}
+    known = set(given)
+    if arguments is not None and _method_by_class(arguments) is not None and not _are_conversations(values):
+        known.add(FORM)
     notes = [note for note in draft.notes if note.key in known and _ALIASES.get(note.key, note.key) not in overruled]
-    if is_object_name(str(values.get("model"))) and found.pop("dtype", None) is not None:
+    is_object = is_object_name(str(values.get("model")))
+    if is_object or "dtype" in overruled:
         notes = [note for note in notes if note.key not in _PRECISIONS]
+    if is_object and found.pop("dtype", None) not in (None, "float32"):
         notes.append(Note(kind=NoteKind.NOT_NEEDED, key="dtype", text="the model that is an object keeps its own"))
         asked.add("dtype")
     return {**found, **values}, _reported(notes, asked)
@@ -122,11 +130,21 @@ def _overruled(values: Mapping[str, Any]) -> set[str]:
     such a field."""
     space = values.get("search_space")
     found = {_ALIASES.get(key, key) for key in values}
+    if isinstance(values.get("dataset"), Mapping) and "validation" in values["dataset"]:
+        found.add("validation_dataset")
     if space == AUTO:
         found |= set(auto_space().keys)
     elif space is not None:
         found |= set(space.keys) if isinstance(space, SearchSpace) else set(searched_fields(space))
     return found | {key for name in found for key in _BELONGING.get(name, ())}
+
+
+def _are_conversations(values: Mapping[str, Any]) -> bool:
+    """Whether the first row is in hand and is made of messages; of other rows it is not known, or they are texts."""
+    row = first_row({TASK_ALIASES.get(key, key): value for key, value in values.items()})
+    if row is None or any(isinstance(row.get(column), str) for column in _TEXT_COLUMNS):
+        return False
+    return any(isinstance(cell, list) and cell and isinstance(cell[0], Mapping) for cell in row.values())
 
 
 def _reported(notes: Sequence[Note], asked: Collection[str]) -> tuple[str, ...]:
@@ -234,6 +252,7 @@ def _given(adapter: Any, arguments: Any) -> tuple[dict[str, Any], dict[str, Any]
         if config is not None:
             given |= _values_of(config)
             defaults |= _defaults_of(config)
+    given.pop("base_model_name_or_path", None)  # PEFT fills it in when it uses the configuration
     if not given.get("fsdp"):
         given.pop("fsdp_config", None)  # transformers fills it in any case
     return given, defaults

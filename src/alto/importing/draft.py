@@ -103,6 +103,8 @@ class Draft:
         notes: The report so far.
         spellings: The user's spelling of keys that are read under another name.
         replaced: Fields of the task that overrides set.
+        is_of_a_class: Whether a class of arguments has written it, with all of its settings and none of the command's:
+            TRL's ``use_peft`` is one of the command.
     """
 
     given: dict[str, Any]
@@ -111,6 +113,7 @@ class Draft:
     notes: list[Note] = field(default_factory=list)
     spellings: dict[str, str] = field(default_factory=dict)
     replaced: frozenset[str] = frozenset()
+    is_of_a_class: bool = False
 
     def replaces_dataset(self, *keys: str) -> bool:
         """Whether an override names the dataset, so that ``keys``, which say what it is, are not read."""

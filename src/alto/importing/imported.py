@@ -82,7 +82,8 @@ def import_file(path: Path, tool: str | None = None, overrides: Iterable[str] = 
     changes = {TASK_ALIASES.get(key, key): value for key, value in map(parse_override, overrides)}
     method = changes.get("method")
     folders = tuple(dict.fromkeys((path.resolve().parent, Path.cwd())))
-    draft = Draft(given=given, folders=folders, replaced=frozenset(changes))
+    is_json = path.suffix.lower() == ".json"
+    draft = Draft(given=given, folders=folders, replaced=frozenset(changes), is_of_a_class=is_json)
     try:
         found.read(draft, None if method is None else str(method))
     except (SpecError, UnsupportedError) as error:

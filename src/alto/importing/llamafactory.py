@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from alto.errors import UnsupportedError
+from alto.errors import SpecError, UnsupportedError
 from alto.importing.draft import Answers, Draft
 from alto.importing.llamafactory_data import read_datasets
 from alto.importing.trainer import (
@@ -266,6 +266,16 @@ def _read_template(draft: Draft) -> None:
 
 
 def _read_masks(draft: Draft) -> None:
+    """Which tokens are trained.
+
+    Raises:
+        SpecError: All of them, and those of the last reply alone: LLaMA-Factory refuses that too.
+    """
+    if draft.given.get("train_on_prompt") and draft.given.get("mask_history"):
+        raise SpecError(
+            "mask_history: expected one of train_on_prompt (all tokens) and mask_history (the last reply), found both. "
+            "Remove one."
+        )
     if draft.take("train_on_prompt"):
         draft.put("train_on", "all")
         draft.used("train_on_prompt", "train_on: all")

@@ -49,6 +49,9 @@ _SFT_KEYS = (
     *("eval_packing", "shuffle_dataset", "eos_token", "dataset_kwargs", "chat_template_path"),
 )
 
+_SMOOTHED = {"dpo": ("robust", "exo_pair", "aot", "aot_unpaired"), "cpo": ("sigmoid", "simpo")}
+"""By method: the forms of the loss that TRL 1.16 smooths."""
+
 _LEARNING_RATES = {"sft": 2e-5, "dpo": 1e-6, "kto": 1e-6, "cpo": 1e-6, "orpo": 1e-6}
 _MAX_LENGTH = 1024
 _SIMPO_GAMMA = 0.5
@@ -100,12 +103,14 @@ def read_trl(draft: Draft, method_name: str | None) -> None:
         UnsupportedError: It trains all weights, or has a dataset that ALTO cannot read.
     """
     use_peft = draft.take("use_peft")
-    if use_peft is False:
+    if use_peft is not True and not (use_peft is None and draft.is_of_a_class):
+        found = "none" if use_peft is None else quoted(use_peft).lower()
         raise UnsupportedError(
-            "use_peft: expected true, found false: TRL would train all weights, and ALTO trains LoRA adapters. Write "
-            "use_peft: true."
+            f"use_peft: expected true, found {found}: TRL would train all weights, and ALTO trains LoRA adapters. "
+            "Write use_peft: true, and the learning rate that you want for LoRA."
         )
     _read_flags(draft)
+    computes_in_float32 = _computes_in_float32(draft)
     name = method_name or _command(draft)
     draft.put("method", name)
     method = find_method(name)
@@ -117,32 +122,75 @@ def read_trl(draft: Draft, method_name: str | None) -> None:
         _read_masks(draft)
     elif name in _RAW_FORMS:
         _report_texts(draft, name)
+    _report_held_out(draft)
+    if name == "kto":
+        _report_order(draft)
     read_trainer_keys(draft)
+    if computes_in_float32:
+        draft.put("dtype", "float32")
+        draft.used("bf16", "dtype: float32, also of the frozen base: without bf16 and fp16 TRL computes in it")
     drops_out = draft.take("disable_dropout") is False
     read_adapter(draft, has_defaults=use_peft is True)
     if name == "cpo":
         _read_cpo(draft)
-    if name == "dpo":
-        leave_out_smoothing(draft, "label_smoothing")
+    if name in _SMOOTHED:
+        _leave_out_smoothing(draft, name)
     draft.pass_on(_ANSWERS, method)
     set_defaults(draft, {"learning_rate": _LEARNING_RATES.get(name, 2e-5), "per_device_train_batch_size": 8})
     compares_replies_as_tool(draft, method, drops_out=drops_out)
 
 
-def leave_out_smoothing(draft: Draft, key: str) -> None:
-    """Leave out the label smoothing of DPO under ``key`` where TRL's trainer does not look at it."""
-    loss = draft.given.get("loss_type") or "sigmoid"
-    names = set(map(str, loss if isinstance(loss, list | tuple) else [loss]))
-    value = draft.given.get(key)
-    if not value or "sigmoid" not in names:
+def _computes_in_float32(draft: Draft) -> bool:
+    """Whether TRL is asked not to compute in 16 bits, as it does by default, and loads weights in float32, as it does
+    unless ``dtype`` names another precision. Arguments of transformers' own trainer (they have no ``max_length``) have
+    these keys at false by default, and are of models loaded in any precision."""
+    given = draft.given
+    if (draft.is_of_a_class and "max_length" not in given) or given.get("dtype") or given.get("torch_dtype"):
+        return False
+    return given.get("bf16") is False and not given.get("fp16")
+
+
+def _report_held_out(draft: Draft) -> None:
+    """Report which rows jobs are compared on, unless the task names them: TRL trains all rows of its training split."""
+    if {"validation_dataset", "validation_split"} & {*draft.replaced, *draft.values}:
         return
-    if names & {"robust", "exo_pair"}:
-        draft.used(key, "label_smoothing; TRL leaves it out of the part loss_type: sigmoid, ALTO does not")
-        return
-    draft.take(key)
-    draft.not_needed(
-        key, f"TRL has none with loss_type: sigmoid; ALTO smooths it as cDPO does with --set label_smoothing={value}"
+    draft.take("eval_strategy")
+    draft.used(
+        "eval_strategy",
+        "validation at equal shares of every job's steps ('eval_steps: 0.05'), on rows that are not trained: the "
+        "dataset's own to validate on, or a tenth of its rows; validation_split and validation_dataset set others",
     )
+
+
+def _report_order(draft: Draft) -> None:
+    """Report the order of rows of KTO, which is part of its estimate of the divergence in TRL."""
+    if draft.given.get("train_sampling_strategy") not in (None, "sequential"):
+        return
+    draft.take("train_sampling_strategy")
+    draft.used(
+        "train_sampling_strategy",
+        "random: every job shuffles its rows, and pairs those of a batch for the KL term; TRL takes and pairs rows in "
+        "the order of the dataset",
+    )
+
+
+def _leave_out_smoothing(draft: Draft, method_name: str) -> None:
+    """Leave out ``label_smoothing`` where TRL's trainer does not look at it."""
+    loss = draft.given.get("loss_type") or "sigmoid"
+    names = list(map(str, loss if isinstance(loss, list | tuple) else [loss]))
+    value = draft.given.get("label_smoothing")
+    if not value:
+        return
+    if set(names) & set(_SMOOTHED[method_name]):
+        if method_name == "dpo" and "sigmoid" in names:
+            draft.used(
+                "label_smoothing", "label_smoothing; TRL leaves it out of the part loss_type: sigmoid, ALTO does not"
+            )
+        return
+    draft.take("label_smoothing")
+    ignored = f"TRL has none with loss_type: {quoted(', '.join(names))[1:-1]}"
+    smooths = f"; ALTO smooths it as cDPO does with --set label_smoothing={value}" if "sigmoid" in names else ""
+    draft.not_needed("label_smoothing", ignored + smooths)
 
 
 def _read_cpo(draft: Draft) -> None:
@@ -257,7 +305,13 @@ def _read_masks(draft: Draft) -> None:
         draft.take("loss_type")
         draft.not_supported("loss_type", "'dft': the loss of method sft is the cross-entropy")
     completion, assistant = draft.take("completion_only_loss"), draft.take("assistant_only_loss")
-    if completion is False:
+    if completion is False and assistant is True:
+        draft.used(
+            "completion_only_loss",
+            "train_on: completion, the replies alone, as assistant_only_loss asks for; replies inside of a prompt, "
+            "which TRL would train too, are only shown to the model",
+        )
+    elif completion is False:
         draft.put("train_on", "all")
         draft.used("completion_only_loss", "train_on: all")
     elif completion is None and assistant is not True:

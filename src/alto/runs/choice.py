@@ -81,7 +81,11 @@ def _what_repetitions_say(winner: JobHistory, configurations: Sequence[Configura
     metric = configurations[0].metric.replace("_", " ")
     first, *others = map(_spread, configurations)
     next_best = f"; the next best configuration ({configurations[1].jobs[0].job}): {others[0]}" if others else ""
-    return f"{metric} of {winner.job}'s configuration: {first}{next_best}. Configurations were ranked by their means."
+    last = ", those with a job that diverged or failed after all others"
+    ranked = (
+        f"Configurations were ranked by their means{last if any(one.has_failed for one in configurations) else ''}."
+    )
+    return f"{metric} of {winner.job}'s configuration: {first}{next_best}. {ranked}"
 
 
 def _spread(one: ConfigurationHistory) -> str:

@@ -22,6 +22,7 @@ _OF_SWEEPS = frozenset({"distribution", "values", "value", "min", "max"})
 
 def as_values(value: Any, path: str, *, is_integer: bool) -> Any:
     """A list or a range as :meth:`alto.spec.SearchSpace.parse` takes them; any other value is returned as it is.
+    Arrays of NumPy with one axis and Python's ``range`` are lists.
 
     A distribution of one value is a list of it. One of whole numbers is a list of them where ranges of the field have
     all numbers in between.
@@ -41,6 +42,9 @@ def as_values(value: Any, path: str, *, is_integer: bool) -> Any:
         return _of_optuna(value, kind, path, is_integer=is_integer)
     if package == "ray" and kind in ("Float", "Integer", "Categorical", "Function", "Quantized"):
         return _of_ray(value, kind, path, is_integer=is_integer)
+    if isinstance(value, range) or (package == "numpy" and getattr(value, "ndim", None) == 1):
+        _check_count(len(value), value, path)
+        return list(value) if isinstance(value, range) else value.tolist()
     if isinstance(value, dict) and value.keys() == {"grid_search"}:
         return value["grid_search"]
     if isinstance(value, Mapping) and value.keys() & {"distribution", "values", "value"}:

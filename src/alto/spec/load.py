@@ -92,6 +92,7 @@ def read_mapping(path: Path, kind: str, example: str) -> dict[Any, Any]:
     Raises:
         SpecError: No such file, no YAML, empty, or not a mapping.
     """
+    looks_like_rows = kind == "task" and path.suffix.lower() in _DATA_SUFFIXES
     try:
         with path.open("rb") as file:  # the path may be a pipe without an end
             data = file.read(_MAX_BYTES + 1)
@@ -99,6 +100,8 @@ def read_mapping(path: Path, kind: str, example: str) -> dict[Any, Any]:
     except FileNotFoundError:
         raise SpecError(f"{path} should be a {kind} file, found no such file. Check the path.") from None
     except (OSError, UnicodeDecodeError) as error:
+        if looks_like_rows and isinstance(error, UnicodeDecodeError):
+            raise _rows_for_a_task(path) from None
         raise SpecError(f"{path} should be a readable YAML file in UTF-8, found: {error}. Check the file.") from None
     if text is None:
         raise SpecError(
@@ -108,20 +111,26 @@ def read_mapping(path: Path, kind: str, example: str) -> dict[Any, Any]:
     try:
         values = read_yaml(text)
     except NotYamlError as error:
+        if looks_like_rows:
+            raise _rows_for_a_task(path) from None
         raise SpecError(f"{path} should be valid YAML, found: {error}. Correct the file at that place.") from None
     if values is None:
         raise SpecError(f"{path} should describe a {kind}, found an empty file. Write lines such as '{example}'.")
     if not isinstance(values, dict):
-        if kind == "task" and path.suffix.lower() in _DATA_SUFFIXES:
-            raise SpecError(
-                f"{path} should be a task file, found what looks like a dataset. Write a task file with the lines "
-                f"'model: alto-tiny' and 'dataset: {path.name}', and give that."
-            )
+        if looks_like_rows:
+            raise _rows_for_a_task(path)
         raise SpecError(
             f"{path} should map keys to values, found a {type(values).__name__} at the top. "
             f"Write lines such as '{example}'."
         )
     return values
+
+
+def _rows_for_a_task(path: Path) -> SpecError:
+    return SpecError(
+        f"{path} should be a task file, found what looks like a dataset. Write a task file with the lines "
+        f"'model: alto-tiny' and 'dataset: {path.name}', and give that."
+    )
 
 
 def _resolve_paths(values: Mapping[Any, Any], folder: Path) -> dict[Any, Any]:

@@ -21,7 +21,7 @@ from alto.spec.cache_home import cache_home
 from alto.spec.data_forms import ROW_COLUMNS
 from alto.spec.quoting import quoted
 
-__all__ = ["with_rows_in_files"]
+__all__ = ["first_row", "with_rows_in_files"]
 
 _KEYS = {"train": "dataset", "validation": "validation_dataset", "test": "test_dataset"}
 """By name of a split: the key of the task that names its rows."""
@@ -56,12 +56,30 @@ def with_rows_in_files(values: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(dataset, Mapping):
         found |= _splits(dataset, found)
     for key in _KEYS.values():
+        if isinstance(found.get(key), list | tuple) and not found[key]:
+            raise SpecError(f"{key} should have rows, found an empty list. Give at least two.")
         if _are_rows(found.get(key)):
             found.setdefault("name", _NAME)
             found[key] = str(_kept(found[key], key))
     if isinstance(found.get("dataset"), list | tuple):
         found["dataset"] = [_source(item, index) for index, item in enumerate(found["dataset"])]
     return found
+
+
+def first_row(values: Mapping[str, Any]) -> Mapping[Any, Any] | None:
+    """The first row to train on, where rows are Python objects that can be read twice; None elsewhere.
+
+    Args:
+        values: The keys of a task, by canonical names.
+    """
+    rows: Any = values.get("dataset")
+    if isinstance(rows, Mapping):
+        rows = rows.get(values.get("dataset_train_split") or "train")
+    if not _are_rows(rows) or callable(rows) or not hasattr(rows, "__len__"):
+        return None
+    is_frame = type(rows).__module__.partition(".")[0] == "pandas" and hasattr(rows, "itertuples")
+    row = next(iter(_frame_rows(rows.head(1), "dataset") if is_frame else rows), None)
+    return row if isinstance(row, Mapping) else None
 
 
 def _splits(dataset: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
