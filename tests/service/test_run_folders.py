@@ -13,6 +13,7 @@ from services import Served, served, wait_for
 from alto.runs import RunDir
 from alto.runs.trust import load_run_task
 from alto.service.coordinator import coordinator as coordinating
+from alto.service.coordinator.run_folders import clear_ended_runs
 from alto.service.store.jobs import find_job
 from benchmarks.service_lib.plane import simulated_plane
 from benchmarks.service_lib.simulated_cluster import SimulatedCluster
@@ -57,6 +58,17 @@ def test_rows_and_checkpoints_of_ended_jobs_are_removed(tmp_path: Path, monkeypa
         client.models.delete(model)
         assert not (folder / "best").exists()
         assert httpx2.get(f"{it.url}/api/tasks/{job}/report").status_code == 200
+
+
+def test_what_an_executor_may_still_write_is_not_removed(tmp_path: Path) -> None:
+    with served(tmp_path, open_plane=simulated_plane(tmp_path, lambda: SimulatedCluster(duration_s=0.1))) as service:
+        job = create(service, client := service.client())
+        service.finished(client, job)
+        rows = tmp_path / "runs" / "default" / job / "data"
+        clear_ended_runs(service.service, {job})
+        assert rows.exists()
+        clear_ended_runs(service.service, ())
+        assert not rows.exists()
 
 
 def test_the_expected_end_follows_the_pace_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
