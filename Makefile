@@ -54,10 +54,11 @@ format: $(VENV)/.dev ## Put the code into the house style
 	$(BIN)/ruff format
 
 .PHONY: docs
-docs: $(VENV)/.dev ## Write the generated pages anew: docs/{reference,events,benchmarks,chat-templates,models}.md
+docs: $(VENV)/.dev ## Write the generated pages anew: docs/{reference,events,benchmarks,paper,chat-templates,models}.md
 	$(BIN)/python tools/make_reference.py
 	$(BIN)/python tools/make_event_docs.py
 	$(BIN)/python tools/make_benchmark_docs.py
+	$(BIN)/python tools/make_paper_docs.py
 	$(BIN)/python tools/make_kernel_docs.py
 	$(BIN)/python tools/make_template_docs.py
 	$(BIN)/python tools/make_model_docs.py
@@ -68,6 +69,11 @@ bench-smoke: $(VENV)/.bench ## Set up, then run every benchmark at its smallest 
 		echo "$(BIN)/python $$benchmark --scale smoke"; \
 		$(BIN)/python $$benchmark --scale smoke; \
 	done
+
+.PHONY: bench-paper
+bench-paper: $(VENV)/.bench ## Set up, then measure the paper's tables and figures (about 100 minutes; goes on where it was killed)
+	$(BIN)/python -m benchmarks.paper all --scale cpu
+	$(BIN)/python tools/make_paper_docs.py
 
 .PHONY: bench-gpu
 # With the Python that is at hand, and nothing installed: machines with a GPU bring their own torch. In commands of a few

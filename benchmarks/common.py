@@ -6,6 +6,7 @@ failed carries no figures: it says why instead (law 7 of the design).
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -18,6 +19,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,7 @@ __all__ = [
     "machine_info",
     "package_versions",
     "publish",
+    "source_digest",
     "spread",
     "strict_json",
     "write_file",
@@ -287,6 +290,18 @@ def machine_info() -> dict[str, Any]:
         ]
         info["cuda"] = torch.version.cuda
     return info
+
+
+@cache
+def source_digest() -> str:
+    """SHA-256 over the names and contents of ALTO's sources and of the benchmarks'."""
+    files = [path for folder in ("src/alto", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+    files += (ROOT / "benchmarks").glob("*_lib/*.json")
+    digest = hashlib.sha256()
+    for path in sorted(files):
+        digest.update(f"{path.relative_to(ROOT).as_posix()}\0".encode())
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
 
 
 def package_versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:

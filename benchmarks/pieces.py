@@ -9,7 +9,6 @@ has measured of one state of the source, under the same versions; no other piece
 from __future__ import annotations
 
 import gc
-import hashlib
 import json
 import math
 import sys
@@ -17,19 +16,18 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from common import (
-    ROOT,
     Result,
     command_line,
     commit_id,
     machine_info,
     package_versions,
     publish,
+    source_digest,
     strict_json,
     write_file,
 )
@@ -281,18 +279,6 @@ def read_pieces(study: Study, folder: Path) -> list[Piece]:
             said = json.loads(file.read_text(encoding="utf-8"))
             found.append(Piece(**(said | {"origin": Origin(**said["origin"])})))
     return found
-
-
-@cache
-def source_digest() -> str:
-    """SHA-256 over the names and contents of ALTO's sources and of the benchmarks'."""
-    files = [path for folder in ("src/alto", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
-    files += (ROOT / "benchmarks").glob("*_lib/*.json")
-    digest = hashlib.sha256()
-    for path in sorted(files):
-        digest.update(f"{path.relative_to(ROOT).as_posix()}\0".encode())
-        digest.update(hashlib.sha256(path.read_bytes()).digest())
-    return digest.hexdigest()
 
 
 def _result_in(study: Study, folder: Path, origin: Origin) -> Result:

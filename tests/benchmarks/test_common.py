@@ -3,6 +3,7 @@ import math
 import re
 import subprocess
 
+import common
 import pytest
 from common import Result, commit_id, format_table, goal_reached, machine_info, package_versions, publish, spread
 
@@ -144,3 +145,16 @@ def test_machine_and_versions_name_what_was_measured_on():
     assert machine["memory_bytes"] > 2**28
     versions = package_versions(("torch", "no-such-package"))
     assert set(versions) == {"python", "torch"}
+
+
+def test_the_source_is_known_by_its_content(tmp_path, monkeypatch):
+    monkeypatch.setattr(common, "ROOT", tmp_path)
+    (tmp_path / "src" / "alto").mkdir(parents=True)
+    digests = []
+    for name, text in (("a.py", "x = 1"), ("a.py", "x = 2"), ("b.py", "x = 2"), ("notes.md", "x = 3")):
+        (tmp_path / "src" / "alto" / name).write_text(text, encoding="utf-8")
+        common.source_digest.cache_clear()
+        digests.append(common.source_digest())
+    common.source_digest.cache_clear()
+    assert len(set(digests[:3])) == 3
+    assert digests[3] == digests[2]

@@ -171,19 +171,6 @@ class TestSeveralCommands:
         assert result_in(tmp_path)["notes"][0] == "Failed: two: RuntimeError: no GPU"
 
 
-def test_the_source_is_known_by_its_content(tmp_path, monkeypatch):
-    monkeypatch.setattr(pieces, "ROOT", tmp_path)
-    (tmp_path / "src" / "alto").mkdir(parents=True)
-    digests = []
-    for name, text in (("a.py", "x = 1"), ("a.py", "x = 2"), ("b.py", "x = 2"), ("notes.md", "x = 3")):
-        (tmp_path / "src" / "alto" / name).write_text(text, encoding="utf-8")
-        pieces.source_digest.cache_clear()
-        digests.append(pieces.source_digest())
-    pieces.source_digest.cache_clear()
-    assert len(set(digests[:3])) == 3
-    assert digests[3] == digests[2]
-
-
 def test_a_piece_that_is_whole_and_green_is_sound():
     assert Piece(name="a", is_finished=True).is_sound
     for change in ({"is_finished": False}, {"failures": ["f"]}, {"errors": ["e"]}):

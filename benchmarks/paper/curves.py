@@ -1,0 +1,397 @@
+"""Experiments on recorded sweeps: nothing is trained, so they take seconds at any scale."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from matplotlib.axes import Axes
+
+from alto import EarlyExit
+from alto.early_exit import RecordedJob, Recording, ReplayResult, policy_from, replay
+from benchmarks.paper.recordings import (
+    best_loss,
+    by_batch_size,
+    is_preference,
+    loss_at,
+    quarter_kept,
+    spearman,
+)
+
+__all__ = [
+    "Found",
+    "batch_size",
+    "draw_batch_size",
+    "draw_early_exit_quality",
+    "draw_patterns",
+    "draw_rank_correlation",
+    "draw_samples_saved",
+    "draw_sensitivity",
+    "draw_warmup_sweep",
+    "early_exit_quality",
+    "gate",
+    "patterns",
+    "rank_correlation",
+    "samples_saved",
+    "sensitivity",
+    "warmup_sweep",
+]
+
+PAPER = EarlyExit(policy="paper")
+PATTERNS = ("diverging", "overfitting", "underperforming")
+SHARES = (0.01, 0.025, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+WARMUPS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2)
+
+Recordings = Mapping[str, Recording]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What an experiment on recordings found.
+
+    Attributes:
+        figures: As of :class:`common.Result`, as are rows and notes.
+    """
+
+    figures: Mapping[str, float]
+    rows: Sequence[Mapping[str, Any]]
+    notes: Sequence[str] = field(default=())
+
+
+def default_of(recording: Recording) -> EarlyExit:
+    """What a task of this kind does that sets nothing."""
+    preset = "preferences" if is_preference(recording) else "default"
+    return EarlyExit(preset=preset).resolved(lr_warmup=recording.lr_warmup)
+
+
+def replayed(recording: Recording, settings: EarlyExit) -> ReplayResult:
+    """What a policy does on a recording."""
+    return replay(recording, policy_from(settings), settings.ema_alpha)
+
+
+# -- sensitivity ------------------------------------------------------------------------------------------------------
+
+
+def sensitivity(recordings: Recordings) -> Found:
+    """How much the best validation loss differs between the configurations of a sweep."""
+    rows = []
+    for name, recording in recordings.items():
+        losses = sorted(best_loss(job) for job in recording.jobs)
+        finite = [loss for loss in losses if math.isfinite(loss)]
+        base = start_of(recording)
+        rows.append(
+            {
+                "recording": name,
+                "jobs": len(losses),
+                "base": base,
+                "best": finite[0],
+                "median": statistics.median(finite),
+                "worst": finite[-1],
+                "median_gain_share": (base - statistics.median(finite)) / (base - finite[0]),
+                "losses": finite,
+            }
+        )
+    return Found(
+        figures={
+            "median_gain_share": statistics.fmean(row["median_gain_share"] for row in rows),
+            "median_gain_share_lowest": min(row["median_gain_share"] for row in rows),
+        },
+        rows=rows,
+        notes=["The gain of a configuration is what its best validation loss lies below that of the frozen base."],
+    )
+
+
+def draw_sensitivity(found: Found, axes: Sequence[Axes]) -> None:
+    (axis,) = axes
+    for number, row in enumerate(found.rows):
+        shares = [(row["base"] - loss) / (row["base"] - row["best"]) for loss in row["losses"]]
+        # Far below, all that matters is that there is one.
+        axis.plot([100 * max(-0.5, share) for share in shares], [number] * len(shares), "|", markersize=11)
+    axis.set_yticks(range(len(found.rows)), [row["recording"] for row in found.rows])
+    axis.set_xlabel("gain, % of the best configuration's")
+
+
+def start_of(recording: Recording) -> float:
+    """Validation loss of the frozen base."""
+    return max(job.start.validation_loss for job in recording.jobs if job.start is not None)
+
+
+# -- batch size -------------------------------------------------------------------------------------------------------
+
+
+def batch_size(recordings: Recordings) -> Found:
+    """The best loss that is reached with each batch size, over the best of the sweep."""
+    rows = [
+        {"recording": name, "batch_size": size, "best": min(map(best_loss, part.jobs)), "regret": regret}
+        for name, recording in recordings.items()
+        for size, part in by_batch_size(recording).items()
+        for regret in [min(map(best_loss, part.jobs)) / min(map(best_loss, recording.jobs))]
+    ]
+    several = {row["recording"] for row in rows if row["batch_size"] != 1}
+    best = {name: min((row for row in rows if row["recording"] == name), key=_best) for name in several}
+    return Found(
+        figures={
+            "regret_of_worst_size": max(row["regret"] for row in rows if row["recording"] in several),
+            "smallest_is_best": sum(
+                row["batch_size"] == min(other["batch_size"] for other in rows if other["recording"] == name)
+                for name, row in best.items()
+            ),
+            "recordings": float(len(several)),
+        },
+        rows=rows,
+    )
+
+
+def _best(row: Mapping[str, Any]) -> float:
+    return float(row["best"])
+
+
+def draw_batch_size(found: Found, axes: Sequence[Axes]) -> None:
+    (axis,) = axes
+    for name in dict.fromkeys(row["recording"] for row in found.rows):
+        of = [row for row in found.rows if row["recording"] == name]
+        if len(of) > 1:
+            axis.plot([row["batch_size"] for row in of], [row["regret"] for row in of], "o-", label=name)
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(sizes := sorted({row["batch_size"] for row in found.rows}), [str(size) for size in sizes])
+    axis.set_xlabel("batch size")
+    axis.set_ylabel("best loss / best of the sweep")
+    axis.legend(fontsize=8, frameon=False)
+
+
+# -- patterns ---------------------------------------------------------------------------------------------------------
+
+
+def patterns(recordings: Recordings) -> Found:
+    """Which jobs Algorithm 1 ends, and by which pattern; and the curves of one job of each."""
+    rows: list[dict[str, Any]] = []
+    shares: dict[str, list[float]] = {pattern: [] for pattern in PATTERNS}
+    for name, recording in recordings.items():
+        result = replayed(recording, PAPER)
+        counts = Counter(reason for reason, _ in result.exits.values())
+        for pattern in PATTERNS:
+            shares[pattern].append(counts[pattern] / len(recording.jobs))
+        rows.append({"recording": name, "jobs": len(recording.jobs), **{key: counts[key] for key in PATTERNS}})
+    for pattern in PATTERNS:
+        if (example := _example(recordings, pattern)) is not None:
+            rows.append({"pattern": pattern, **example})
+    return Found(
+        figures={f"{pattern}_share": statistics.fmean(values) for pattern, values in shares.items()},
+        rows=rows,
+        notes=[
+            "Shares of the jobs of a sweep that the paper's Algorithm 1 ends by each pattern, means over the "
+            "recordings; the others train to their end."
+        ],
+    )
+
+
+def _example(recordings: Recordings, pattern: str) -> dict[str, Any] | None:
+    """The curves of the job of a pattern that lost most after its exit, as a share of its loss before; None where there
+    is no job of the pattern, or none that lost anything."""
+    found: tuple[float, str, RecordedJob, int] | None = None
+    for name, recording in recordings.items():
+        jobs = {job.job: job for job in recording.jobs}
+        for job, (reason, step) in replayed(recording, PAPER).exits.items():
+            if reason != pattern:
+                continue
+            before = min((loss for at, loss in jobs[job].evaluations if at <= step and loss > 0), default=math.inf)
+            lost = jobs[job].evaluations[-1][1] / before
+            # One that only learns slowly loses nothing: the one that stays highest above the best of its sweep.
+            if pattern == "underperforming":
+                lost = best_loss(jobs[job]) / min(map(best_loss, recording.jobs))
+            if math.isfinite(lost) and (found is None or lost > found[0]):
+                found = lost, name, jobs[job], step
+    if found is None:
+        return None
+    _, name, job, step = found
+    smooth, average = [], job.train_losses[0]
+    for loss in job.train_losses:
+        average = PAPER.ema_alpha * loss + (1 - PAPER.ema_alpha) * average
+        smooth.append(average)
+    every = max(1, len(smooth) // 100)
+    start = [] if job.start is None else [(0, job.start.validation_loss)]
+    return {
+        "recording": name,
+        "job": job.job,
+        "learning_rate": job.config["learning_rate"],
+        "exit_step": step,
+        "total_steps": job.total_steps,
+        "train": [(at + 1, smooth[at]) for at in range(0, len(smooth), every)],
+        "validation": [*start, *job.evaluations],
+    }
+
+
+def draw_patterns(found: Found, axes: Sequence[Axes]) -> None:
+    examples = {row["pattern"]: row for row in found.rows if "pattern" in row}
+    for axis, pattern in zip(axes, PATTERNS, strict=True):
+        axis.set_title(pattern)
+        if (row := examples.get(pattern)) is None:
+            axis.text(0.5, 0.5, "no job of the recordings", ha="center", transform=axis.transAxes)
+            continue
+        axis.plot(*zip(*row["train"], strict=True), label="training (smoothed)", linewidth=1)
+        axis.plot(*zip(*row["validation"], strict=True), "o-", label="validation", markersize=4)
+        axis.axvline(row["exit_step"], color="black", linestyle=":", label="ended")
+        axis.set_xlabel(f"step ({row['recording']}, lr {row['learning_rate']:g})")
+    axes[0].set_ylabel("loss")
+    axes[0].legend(fontsize=8, frameon=False)
+
+
+# -- ranks ------------------------------------------------------------------------------------------------------------
+
+
+def rank_correlation(recordings: Recordings) -> Found:
+    """How well the order of jobs at a share of their steps is the order of the best that they reach."""
+    rows = [
+        {"recording": name, "share": share, "spearman": spearman(recording, share)}
+        for name, recording in recordings.items()
+        for share in SHARES
+    ]
+    at_warmup = [row["spearman"] for row in rows if row["share"] == 0.05]
+    return Found(
+        figures={"spearman_at_5_percent": statistics.fmean(at_warmup), "spearman_at_5_percent_lowest": min(at_warmup)},
+        rows=rows,
+    )
+
+
+def draw_rank_correlation(found: Found, axes: Sequence[Axes]) -> None:
+    (axis,) = axes
+    for name in dict.fromkeys(row["recording"] for row in found.rows):
+        of = [row for row in found.rows if row["recording"] == name]
+        axis.plot([100 * row["share"] for row in of], [row["spearman"] for row in of], "o-", markersize=3, label=name)
+    axis.axvline(5, color="black", linestyle=":")
+    axis.set_xscale("log")
+    axis.set_xticks((1, 5, 20, 100), ("1", "5", "20", "100"))
+    axis.set_xlabel("% of the steps")
+    axis.set_ylabel("Spearman with the best loss")
+    axis.legend(fontsize=7, frameon=False)
+
+
+def warmup_sweep(recordings: Recordings) -> Found:
+    """What keeping the best quarter after a warmup of 1 to 20 % of the steps would keep of the final best quarter."""
+    rows = []
+    for name, recording in recordings.items():
+        for share in WARMUPS:
+            coverage, keeps_winner = quarter_kept(recording, share)
+            rows.append({"recording": name, "warmup": share, "coverage": coverage, "winner_kept": keeps_winner})
+    figures: dict[str, float] = {}
+    for share in (0.01, 0.05, 0.1, 0.2):
+        of = [row for row in rows if row["warmup"] == share]
+        figures[f"coverage_{share:g}"] = statistics.fmean(row["coverage"] for row in of)
+        figures[f"winners_kept_{share:g}"] = sum(row["winner_kept"] for row in of) / len(of)
+    return Found(figures=figures, rows=rows, notes=["winners_kept is the share of recordings whose winner stays."])
+
+
+def draw_warmup_sweep(found: Found, axes: Sequence[Axes]) -> None:
+    (axis,) = axes
+    for key, label in (("coverage", "final best quarter kept"), ("winner_kept", "winner kept")):
+        means = [statistics.fmean(row[key] for row in found.rows if row["warmup"] == share) for share in WARMUPS]
+        axis.plot([100 * share for share in WARMUPS], [100 * mean for mean in means], "o-", label=label)
+    axis.set_ylim(0, 103)
+    axis.set_xlabel("warmup, % of the steps")
+    axis.set_ylabel("%, mean over recordings")
+    axis.legend(fontsize=8, frameon=False)
+
+
+# -- early exit -------------------------------------------------------------------------------------------------------
+
+
+def samples_saved(recordings: Recordings) -> Found:
+    """What the default policy and Algorithm 1 save, by the pattern that saves it, and what they lose."""
+    rows = []
+    for name, recording in recordings.items():
+        for policy, settings in (("default", default_of(recording)), ("paper", PAPER)):
+            result = replayed(recording, settings)
+            rows.append(
+                {
+                    "recording": name,
+                    "policy": policy,
+                    "saved": result.samples_saved,
+                    **{pattern: result.saved_by.get(pattern, 0.0) for pattern in PATTERNS},
+                    "regret": result.regret,
+                }
+            )
+    figures = {}
+    for policy in ("default", "paper"):
+        of = [row for row in rows if row["policy"] == policy]
+        for key in ("saved", *PATTERNS):
+            figures[f"{policy}_{key}"] = statistics.fmean(row[key] for row in of)
+        figures[f"{policy}_regret_worst"] = max(row["regret"] for row in of)
+    return Found(
+        figures=figures,
+        rows=rows,
+        notes=[
+            "regret is the best validation loss that a policy keeps over the best of the sweep; 1 keeps the winner."
+        ],
+    )
+
+
+def draw_samples_saved(found: Found, axes: Sequence[Axes]) -> None:
+    for axis, policy in zip(axes, ("default", "paper"), strict=True):
+        rows = [row for row in found.rows if row["policy"] == policy]
+        left = [0.0] * len(rows)
+        for pattern in PATTERNS:
+            values = [100 * row[pattern] for row in rows]
+            axis.barh(range(len(rows)), values, left=left, label=pattern)
+            left = [one + other for one, other in zip(left, values, strict=True)]
+        names = [row["recording"] for row in rows]
+        axis.set_yticks(range(len(rows)), names if policy == "default" else [""] * len(rows))
+        axis.set_xlim(0, 100)
+        axis.set_xlabel("samples saved, %")
+        axis.set_title(policy if policy == "default" else "Algorithm 1")
+    axes[1].legend(fontsize=8, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.08), ncols=1)
+
+
+def early_exit_quality(recordings: Recordings) -> Found:
+    """For each batch size by itself: the best loss with early exit over that of training every job to its end."""
+    rows = []
+    for name, recording in recordings.items():
+        for size, part in by_batch_size(recording).items():
+            result = replayed(part, default_of(part))
+            rows.append(
+                {
+                    "recording": name,
+                    "batch_size": size,
+                    "jobs": len(part.jobs),
+                    "regret": result.regret,
+                    "saved": result.samples_saved,
+                }
+            )
+    return Found(
+        figures={
+            "regret_worst": max(row["regret"] for row in rows),
+            "regret_mean": statistics.fmean(row["regret"] for row in rows),
+            "winners_kept": sum(row["regret"] == 1 for row in rows) / len(rows),
+            "saved_mean": statistics.fmean(row["saved"] for row in rows),
+        },
+        rows=rows,
+        notes=["Sweeps of few jobs can save less: the winner alone is a large part of them."],
+    )
+
+
+def draw_early_exit_quality(found: Found, axes: Sequence[Axes]) -> None:
+    (axis,) = axes
+    for name in dict.fromkeys(row["recording"] for row in found.rows):
+        of = [row for row in found.rows if row["recording"] == name]
+        axis.plot([row["batch_size"] for row in of], [row["regret"] for row in of], "o-", label=name)
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(sizes := sorted({row["batch_size"] for row in found.rows}), [str(size) for size in sizes])
+    axis.set_xlabel("batch size")
+    axis.set_ylabel("best loss kept / best of all")
+    axis.legend(fontsize=7, frameon=False)
+
+
+def gate(recordings: Recordings) -> list[str]:
+    """What is wrong with the recordings: empty where a policy that ends no job keeps the lowest loss of each."""
+    failures = []
+    for name, recording in recordings.items():
+        result = replayed(recording, EarlyExit(enabled=False))
+        lowest = min(map(best_loss, recording.jobs))
+        if result.best_kept != lowest or result.samples_saved != 0:
+            failures.append(f"{name}: expected {lowest} kept and nothing saved, found {result.best_kept}")
+        if any(loss_at(job, 1.0) != job.evaluations[-1][1] for job in recording.jobs if math.isfinite(best_loss(job))):
+            failures.append(f"{name}: expected the last evaluation at the last step, found another one")
+    return failures

@@ -1,0 +1,115 @@
+"""Running experiments: each in a process of its own, and none twice for the same source, machine and packages."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmarks.common import ROOT, Result, machine_info, package_versions, publish, source_digest, write_file
+from benchmarks.paper import curves
+from benchmarks.paper.experiments import EXPERIMENTS, Experiment
+from benchmarks.paper.recordings import read_recordings
+
+__all__ = ["is_done", "run_one", "run_several"]
+
+
+def run_one(name: str, scale: str, folder: Path) -> int:
+    """Measure an experiment and write its result to ``folder``.
+
+    Returns:
+        The exit code: 0 where its gate passed.
+    """
+    experiment = EXPERIMENTS[name]
+    state = _state_file(name, scale, folder)
+    state.unlink(missing_ok=True)
+    code = _by_program(experiment, scale, folder) if experiment.program else _on_recordings(experiment, scale, folder)
+    if code == 0:
+        write_file(state, json.dumps(_origin(), indent=1) + "\n")
+    return code
+
+
+def run_several(names: Sequence[str], scale: str, folder: Path, *, again: bool = False) -> int:
+    """Measure experiments one after the other, those that are done already excepted, unless ``again``.
+
+    Killed at any time, it goes on with the experiment that was measured. One that fails does not stop the others.
+
+    Returns:
+        The exit code: 0 where all gates passed.
+    """
+    console, failed = Console(), list[str]()
+    columns = (TextColumn("{task.description:24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        bar = progress.add_task("", total=len(names))
+        for name in names:
+            progress.update(bar, description=name)
+            if not again and is_done(name, scale, folder):
+                console.print(f"{name}: measured before; --again measures it anew")
+            else:
+                began = time.monotonic()
+                log = folder / ".paper" / f"{name}-{scale}.log"
+                if _in_process(name, scale, folder, log) == 0:
+                    console.print(f"{name}: {time.monotonic() - began:.0f} s")
+                else:
+                    failed.append(name)
+                    console.print(f"{name}: failed, see {log}")
+            progress.advance(bar)
+    return 1 if failed else 0
+
+
+def is_done(name: str, scale: str, folder: Path) -> bool:
+    """Whether its result is there, of this source, machine and set of packages."""
+    try:
+        found = json.loads(_state_file(name, scale, folder).read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return False
+    return bool(found == _origin()) and (folder / f"{EXPERIMENTS[name].topic}-{scale}.json").exists()
+
+
+def _on_recordings(experiment: Experiment, scale: str, folder: Path) -> int:
+    assert experiment.measure is not None
+    recordings = read_recordings(scale)
+    failures = curves.gate(recordings)
+    found = curves.Found(figures={}, rows=[]) if failures else experiment.measure(recordings)
+    result = Result.of(
+        benchmark=experiment.topic,
+        scale=scale,
+        gate_failures=failures,
+        figures=found.figures,
+        goals=experiment.goals if scale == "cpu" else {},
+        rows=found.rows,
+        notes=found.notes,
+    )
+    return publish(result, folder)
+
+
+def _by_program(experiment: Experiment, scale: str, folder: Path) -> int:
+    script = f"benchmarks/{experiment.program}"
+    return subprocess.run(
+        [sys.executable, script, "--scale", scale, "--output", str(folder)], cwd=ROOT, check=False
+    ).returncode
+
+
+def _in_process(name: str, scale: str, folder: Path, log: Path) -> int:
+    log.parent.mkdir(parents=True, exist_ok=True)
+    command: Sequence[str] = (
+        sys.executable, "-m", "benchmarks.paper", name, "--scale", scale, "--out", str(folder.resolve())
+    )  # fmt: skip
+    with log.open("w", encoding="utf-8") as file:
+        return subprocess.run(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
+
+
+def _state_file(name: str, scale: str, folder: Path) -> Path:
+    return folder / ".paper" / f"{name}-{scale}.json"
+
+
+def _origin() -> dict[str, object]:
+    origin = {"source": source_digest(), "machine": machine_info(), "versions": package_versions()}
+    found: dict[str, object] = json.loads(json.dumps(origin))
+    return found

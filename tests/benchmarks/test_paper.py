@@ -1,0 +1,148 @@
+"""The paper's experiments on recorded sweeps, their pictures and page, and going on after a kill."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+pytest.importorskip("matplotlib", reason="the pictures need the bench extra: pip install -e '.[bench]'")
+
+from alto.early_exit import Recording
+from benchmarks.paper import curves
+from benchmarks.paper.experiments import EXPERIMENTS
+from benchmarks.paper.recordings import by_batch_size, loss_at, quarter_kept, read_recordings, spearman, with_jobs
+from benchmarks.paper.running import is_done, run_one
+
+ROOT = Path(__file__).resolve().parents[2]
+ON_RECORDINGS = [name for name, experiment in EXPERIMENTS.items() if experiment.measure is not None]
+
+
+@pytest.fixture(scope="module")
+def recording() -> Recording:
+    return read_recordings("cpu")["gsm8k-alto-tiny"]
+
+
+@pytest.mark.parametrize("name", ON_RECORDINGS)
+def test_the_smallest_scale_passes_its_gate_and_is_drawn(tmp_path: Path, name: str) -> None:
+    experiment = EXPERIMENTS[name]
+    assert run_one(name, "smoke", tmp_path) == 0
+    found = json.loads((tmp_path / f"{experiment.topic}-smoke.json").read_text(encoding="utf-8"))
+    assert found["gate"] == "passed"
+    assert set(experiment.goals) <= set(found["figures"])
+    assert is_done(name, "smoke", tmp_path)
+
+
+@pytest.mark.parametrize("name", [name for name, experiment in EXPERIMENTS.items() if experiment.program])
+def test_programs_are_there(name: str) -> None:
+    experiment = EXPERIMENTS[name]
+    assert (ROOT / "benchmarks" / str(experiment.program)).exists()
+    assert (ROOT / "benchmarks" / "results" / f"{experiment.topic}-cpu.json").exists()
+
+
+def test_a_recording_that_misses_its_best_job_fails_the_gate(recording: Recording) -> None:
+    job = min(recording.jobs, key=lambda job: min(loss for _, loss in job.evaluations))
+    early = tuple((step - 1, loss) for step, loss in job.evaluations)
+    late = replace(job, evaluations=early, train_losses=(math.nan,) * job.total_steps)
+    failures = curves.gate({"good": recording, "bad": with_jobs(recording, [late])})
+    assert [failure.partition(":")[0] for failure in failures] == ["bad"]
+
+
+def test_losses_are_those_of_the_recording(recording: Recording) -> None:
+    job = recording.jobs[0]
+    assert job.start is not None
+    assert loss_at(job, 0.0) == job.start.validation_loss
+    step, loss = job.evaluations[3]
+    assert loss_at(job, step / job.total_steps) == pytest.approx(loss)
+    (first, before), (second, after) = job.evaluations[3:5]
+    assert loss_at(job, (first + second) / 2 / job.total_steps) == pytest.approx((before + after) / 2)
+    assert loss_at(replace(job, evaluations=((1, 2.0), (3, math.nan))), 1.0) == math.inf
+
+
+def made(recording: Recording, losses: Sequence[tuple[float, float]]) -> Recording:
+    """Jobs with these validation losses in the middle and at the end of their steps."""
+    steps = 10
+    return with_jobs(
+        recording,
+        [
+            replace(
+                recording.jobs[0],
+                job=f"job-{number}",
+                total_steps=steps,
+                train_losses=(1.0,) * steps,
+                evaluations=((steps // 2, middle), (steps, end)),
+                start=None,
+            )
+            for number, (middle, end) in enumerate(losses)
+        ],
+    )
+
+
+def test_ranks_agree_or_are_turned_round(recording: Recording) -> None:
+    alike = made(recording, [(5.0, 4.0), (6.0, 3.0), (7.0, 2.0), (8.0, 1.0)])
+    assert spearman(alike, 0.5) == pytest.approx(-1.0)
+    assert quarter_kept(alike, 0.5) == (0.0, False)
+    for recorded in (alike, made(recording, [(5.0, 1.0), (6.0, 2.0), (7.0, 3.0), (8.0, 4.0)])):
+        assert spearman(recorded, 1.0) == pytest.approx(1.0)
+        assert quarter_kept(recorded, 1.0) == (1.0, True)
+    half = made(
+        recording, [(1.0, 0.5), (2.0, 0.1), (3.0, 0.2), (4.0, 0.3), (5.0, 0.9), (6.0, 0.8), (7.0, 0.7), (8.0, 0.6)]
+    )
+    assert quarter_kept(half, 0.5) == (0.5, True)
+
+
+def test_batch_sizes_divide_a_sweep(recording: Recording) -> None:
+    parts = by_batch_size(recording)
+    assert list(parts) == [1, 2, 4, 8]
+    assert sum(len(part.jobs) for part in parts.values()) == len(recording.jobs)
+
+
+def generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_paper_docs", ROOT / "tools" / "make_paper_docs.py")
+    assert spec is not None
+    assert spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+def test_the_page_is_generated_from_the_results_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = generator()
+    assert tool.PAGE.read_text(encoding="utf-8") == tool.page(), "run python tools/make_paper_docs.py"
+    named = {line.partition("(paper/")[2].rstrip(")") for line in tool.page().splitlines() if line.startswith("![")}
+    assert named == {path.name for path in tool.PICTURES.iterdir()}
+    monkeypatch.setattr(tool, "PICTURES", tmp_path)
+    tool.draw()
+    once = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    tool.draw()
+    assert once == {path.name: path.read_bytes() for path in tmp_path.iterdir()}, "equal figures, equal pictures"
+    assert set(once) == named
+
+
+@pytest.mark.slow("benchmarks")
+def test_it_goes_on_where_it_was_killed(tmp_path: Path) -> None:
+    names = ["sensitivity", "batch-size", "patterns"]
+    command = [sys.executable, "-m", "benchmarks.paper", *names, "--scale", "smoke", "--out", str(tmp_path)]
+    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+    until = time.monotonic() + 300
+    while not is_done("sensitivity", "smoke", tmp_path) and time.monotonic() < until:
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    measured = (tmp_path / "sensitivity-smoke.json").read_bytes()
+    assert not is_done("patterns", "smoke", tmp_path)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "sensitivity: measured before" in done.stdout
+    assert (tmp_path / "sensitivity-smoke.json").read_bytes() == measured
+    assert all(is_done(name, "smoke", tmp_path) for name in names)
