@@ -14,7 +14,7 @@ from services import ROWS, Served, served, wait_for
 from alto.engine.control_plane import UNKNOWN_DURATION_S
 from alto.errors import DataError
 from alto.records import DataPreview
-from alto.runs import RunDir
+from alto.runs import RunDir, load_run_task
 from alto.service import previews
 from alto.service.coordinator.durations import remember_duration
 from alto.service.errors import ApiError
@@ -74,6 +74,9 @@ def note_end(site: Served, job: str, duration_s: float | None = None) -> list[fl
 def test_a_draft_of_what_was_trained_before_has_its_time(site: Served) -> None:
     request = body(site)
     job = trained(site, request)
+    run = RunDir(site.service.settings.root / "runs" / "default" / job)
+    resolved = load_run_task(run, trust_remote_code=False).replace(max_slots=16, max_tokens_per_pass=4096)
+    run.task_file.write_text(resolved.to_yaml())  # as executors do
     assert note_end(site, job, 7200.0)[0] > 0
     assert drafted(site, request)["estimate"] == {"duration_s": 7200.0, "device_hours": 2.0}
     assert drafted(site, body(site))["estimate"] is not None, "another file of the same content"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from alto.engine.runner import portable
 from alto.errors import AltoError
 from alto.records import ExitReason
 from alto.runs import RunDir, RunHistory, load_run_task
@@ -30,9 +31,17 @@ def remember_duration(service: Service, job: JobRow, remember: Callable[[Task, f
     try:
         history = service.histories.read(root)
         if not _was_changed(history):
-            remember(load_run_task(RunDir.open(root), trust_remote_code=True), history.duration_s)
+            remember(_asked_task(job, RunDir.open(root)), history.duration_s)
     except (AltoError, OSError) as error:
         _LOG.warning("what job %s has taken is not kept", job.id, exc_info=error)
+
+
+def _asked_task(job: JobRow, run: RunDir) -> Task:
+    """The task of a run as it was asked for; what is in its folder has values in place of ``auto``, which the executor
+    wrote there."""
+    trained = load_run_task(run, trust_remote_code=True)
+    files = {"dataset": trained.dataset, "validation_dataset": trained.validation_dataset}
+    return portable(Task(**job.task, **files, name=job.id, report_to="none"))
 
 
 def _was_changed(history: RunHistory) -> bool:
