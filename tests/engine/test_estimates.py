@@ -10,7 +10,7 @@ import pytest
 from tiny import make_task, write_rows
 
 from alto.cluster import Cluster
-from alto.engine.estimates import base_key, known_estimate, remember_estimate
+from alto.engine.estimates import base_key, known_estimate, remember_duration, remember_estimate
 from alto.records import Node, Sharing, TaskEstimate
 
 
@@ -53,6 +53,34 @@ def test_unknown_for_other_rows_in_the_same_file(tmp_path: Path) -> None:
     remember_estimate(task, CLUSTER, 1, ESTIMATE)
     write_rows(tmp_path / "train.jsonl", 99)
     assert known_estimate(task, CLUSTER, 1) is None
+
+
+def test_known_for_the_same_rows_in_another_place(tmp_path: Path) -> None:
+    task = make_task(tmp_path)
+    remember_estimate(task, CLUSTER, 1, ESTIMATE)
+    other = tmp_path / "elsewhere.jsonl"
+    other.write_bytes((tmp_path / "train.jsonl").read_bytes())
+    assert known_estimate(task.replace(dataset=str(other)), CLUSTER, 1) == ESTIMATE
+    assert known_estimate(task.replace(validation_dataset=str(other)), CLUSTER, 1) is None
+    parts = [{"path": str(path), "weight": 1.0} for path in (tmp_path / "train.jsonl", other)]
+    assert known_estimate(task.replace(dataset=parts), CLUSTER, 1) is None
+
+
+def test_what_a_task_has_taken_is_known(tmp_path: Path) -> None:
+    task = make_task(tmp_path)
+    remember_duration(task, CLUSTER, 1, 30.0)
+    assert known_estimate(task, CLUSTER, 1) == TaskEstimate(duration_s=30.0)
+    remember_estimate(task, CLUSTER, 1, ESTIMATE)
+    for changes in ({}, {"share_executor": False}):
+        remember_duration(task.replace(**changes), CLUSTER, 1, 30.0)
+        assert known_estimate(task, CLUSTER, 1) == TaskEstimate(duration_s=30.0, sharing=SHARING)
+    remember_duration(task, CLUSTER, 1, 1.0)
+    found = known_estimate(task, CLUSTER, 1)
+    assert found is not None
+    assert found.sharing is not None
+    assert found.sharing.step_s == 1.0, "steps are a part of it"
+    remember_duration(task, CLUSTER, 1, 0.0)
+    assert known_estimate(task, CLUSTER, 1) is not None
 
 
 @pytest.mark.parametrize("other", [Machines(nodes=(Node(name="a", gpus=(0,)),)), Machines(has_gpus=True)])

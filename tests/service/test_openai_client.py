@@ -7,6 +7,7 @@ import contextlib
 import inspect
 import io
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -166,7 +167,7 @@ def test_jobs_are_what_the_client_types_say(service: Served, client: openai.Open
         {"type": "supervised"},
         {"type": "dpo", "dpo": {"hyperparameters": {"beta": "auto", "n_epochs": "auto", "learning_rate": 1e-4}}},
         {"type": "dpo", "dpo": {"hyperparameters": {"beta": 0.5, "batch_size": 4, "r": [4, 8]}}},
-        {"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 1.5, "learning_rate_multiplier": 2}}},
+        {"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 3, "learning_rate_multiplier": 2}}},
     ]
     for method in methods:
         answer = raw.create(model="alto-tiny", training_file=file, method=method, suffix="a", seed=3, metadata={})
@@ -177,6 +178,33 @@ def test_jobs_are_what_the_client_types_say(service: Served, client: openai.Open
     bad = service.upload(client, b'{"prompt": 3}\n')
     failed = service.finished(client, client.fine_tuning.jobs.create(model="alto-tiny", training_file=bad).id)
     assert strict(FineTuningJob, raw.retrieve(failed.id)).error.message
+
+
+@pytest.mark.parametrize("n_epochs", [0.4, 1.5, 2])
+def test_epochs_are_told_as_they_were_sent(service: Served, client: openai.OpenAI, n_epochs: Any) -> None:
+    job = client.fine_tuning.jobs.create(
+        model="alto-tiny", training_file=service.upload(client), hyperparameters={**FIXED, "n_epochs": n_epochs}
+    )
+    shown = job.hyperparameters
+    assert (shown.n_epochs, type(shown.n_epochs)) == (n_epochs, type(n_epochs))
+    client.fine_tuning.jobs.cancel(job.id)
+
+
+def test_integrations_are_refused_with_a_route_that_exists(service: Served, client: openai.OpenAI, done: Any) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.fine_tuning.jobs.create(
+            model="alto-tiny",
+            training_file=service.upload(client),
+            integrations=[{"type": "wandb", "wandb": {"project": "a"}}],
+        )
+    (path,) = re.findall(r"/api/\S+", str(caught.value.body["message"]))  # type: ignore[index]
+    assert httpx2.get(f"{service.url}{path}".replace("{id}", done.id)).status_code == 200
+
+
+def test_codes_of_what_is_not_there_are_words(service: Served, client: openai.OpenAI, done: Any) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.fine_tuning.jobs.retrieve("ftjob-0")
+    assert caught.value.code == "fine_tuning_job_not_found"
 
 
 def test_files_are_what_the_client_types_say(client: openai.OpenAI, done: Any) -> None:

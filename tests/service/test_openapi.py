@@ -27,11 +27,32 @@ def test_every_operation_is_described(service: Served) -> None:
         for method, operation in operations.items():
             names.append(operation["operationId"])
             assert operation["description"], (method, path)
+            if operation.get("security") == []:
+                continue
             for status in ("400", "401", "403", "404", "413", "429", "default"):
                 schema = operation["responses"][status]["content"]["application/json"]["schema"]
                 assert schema == {"$ref": "#/components/schemas/ErrorAnswer"}, (method, path)
             assert "422" not in operation["responses"], "it is answered by 400"
     assert len(names) == len(set(names)) > 30
+
+
+def test_the_document_says_which_requests_need_a_key(service: Served) -> None:
+    document = create_app(service.service).openapi()
+    (scheme,) = document["security"]
+    (found,) = (document["components"]["securitySchemes"][name] for name in scheme)
+    assert (found["type"], found["scheme"]) == ("http", "bearer")
+    open_to_all = {
+        path
+        for path, operations in document["paths"].items()
+        for operation in operations.values()
+        if operation.get("security") == []
+    }
+    assert open_to_all == {"/healthz", "/readyz", "/metrics"}
+
+
+def test_checkpoints_are_those_of_every_configuration(service: Served) -> None:
+    operation = create_app(service.service).openapi()["paths"]["/v1/fine_tuning/jobs/{job_id}/checkpoints"]["get"]
+    assert "of every configuration" in operation["description"]
 
 
 @pytest.mark.slow("campaigns")

@@ -74,11 +74,13 @@ class Site:
                 "action": "cancel", "checkpoint": f"{model}:x", "permission": "x"}  # fmt: skip
 
     def routes(self) -> list[tuple[str, str, dict[str, Any]]]:
-        """All methods and paths, with bodies that are well-formed."""
+        """All methods and paths that need a key, with bodies that are well-formed."""
         found = []
         document = create_app(self.served.service).openapi()
         for path, methods in document["paths"].items():
-            for method in methods:
+            for method, operation in methods.items():
+                if operation.get("security") == []:
+                    continue
                 body: dict[str, Any] = {}
                 if path == "/v1/files" and method == "post":
                     body = {"files": {"file": ("a", ROWS)}, "data": {"purpose": "fine-tune"}}
@@ -638,3 +640,6 @@ def test_clones_are_limited(tmp_path: Path) -> None:
         path = f"/api/tasks/{http.post('/v1/fine_tuning/jobs', json=body).json()['id']}"
         wait_for(lambda: bool(http.get(path).json()["jobs"]))
         assert refused(http.post(f"{path}/jobs/job-000/clone", json={}))["code"] == "too_many_configurations"
+        error = refused(http.post(f"{path}/jobs/none/stop"), 404)
+        assert error["code"] == "job_not_found"
+        assert error["message"] == "job: expected a job of this task, found none named 'none'"

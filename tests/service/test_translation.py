@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ REFUSED_TASK_KEYS = {
 
 
 def asked(values: dict[str, Any], method: str = "supervised", seed: int | None = None) -> Any:
-    return build({**task_values(method, values, seed=seed), **ROWS})
+    return build({**task_values(method, values, seed=seed), **ROWS}, values)
 
 
 def space(values: dict[str, Any], **more: Any) -> dict[str, list[Any]]:
@@ -88,6 +89,9 @@ def test_rates_are_searched_around_the_usual_one() -> None:
         assert len(rates) == 5
         assert usual / 11 < min(rates) < max(rates) < usual * 11
     assert space({"learning_rate_multiplier": [1, 2]})["learning_rate"] == [usual, 2 * usual]
+    given = {"min": 0.1, "max": 10, "log": True, "num": 3}
+    bounds = {"min": usual / 10, "max": usual * 10, "log": True, "num": 3}
+    assert space({"learning_rate_multiplier": given}) == space({"lr": bounds})
 
 
 def test_without_a_rate_the_usual_space_is_searched() -> None:
@@ -131,15 +135,19 @@ def test_settings_of_search_and_early_exit_are_nested() -> None:
     ("values", "message"),
     [
         ({"learning_rat": 1e-4}, "Did you mean 'learning_rate'"),
-        ({"n_epoch": 1}, "unknown key"),
+        ({"n_epoch": 1}, "Did you mean 'n_epochs'"),
         ({"search": {"algoritm": "tpe"}}, "Did you mean 'algorithm'"),
         ({"early_exit": {"presett": "greedy"}}, "Did you mean 'preset'"),
         ({"search_space": {"learning_rat": [1]}}, "Did you mean 'learning_rate'"),
         ({"lora_dropout": "auto"}, "found 'auto'"),
         ({"x" * 10_000: "auto"}, "found 'auto'"),
         ({"search_space": {"r": [4]}, "lr": [1e-4, 1e-3]}, "found both"),
-        ({"n_epochs": "many"}, "num_train_epochs"),
-        ({"n_epochs": True}, "num_train_epochs"),
+        ({"n_epochs": "many"}, "^n_epochs"),
+        ({"n_epochs": True}, "^n_epochs"),
+        ({"learning_rate_multiplier": {"min": 0, "max": 1}}, "a range of such numbers, found 0"),
+        ({"learning_rate_multiplier": {"min": 1, "max": "x"}}, "a range of such numbers, found 'x'"),
+        ({"learning_rate_multiplier": {"min": 1}}, "found no 'max'"),
+        ({"learning_rate_multiplier": {}}, "above 0"),
         ({"n_epochs": [1, 1]}, "different values"),
         ({"n_epochs": []}, "from 1 to"),
         ({"n_epochs": float("nan")}, "finite"),
@@ -157,6 +165,52 @@ def test_mistakes_are_named(values: dict[str, Any], message: str) -> None:
         asked(values)
     assert caught.value.status == 400
     assert len(caught.value.message) < 5000
+
+
+@pytest.mark.parametrize(
+    ("values", "param", "message"),
+    [
+        ({"n_epochs": 0}, "n_epochs", "n_epochs (epochs over"),
+        ({"batch_size": 0}, "batch_size", "batch_size (rows of"),
+        ({"n_epochs": [1, 0]}, "n_epochs", "In n_epochs[1]: n_epochs (epochs over"),
+        ({"n_epochs": {"min": 1}}, "n_epochs", "n_epochs should have 'min' and 'max'"),
+        ({"lr": -1}, "lr", "lr (the peak"),
+        ({"r": 0}, "r", "r (the adapter's rank)"),
+        ({"lora_rank": 0}, "lora_rank", "lora_rank (the adapter's rank)"),
+        ({"search_space": {"r": [0]}}, "search_space", "In search_space.r[0]: r ("),
+        ({"early_exit": {"ema_alpha": 4}}, "early_exit", "early_exit.ema_alpha ("),
+        ({"fp16": True}, "fp16", "the task has the key 'fp16'"),
+        ({"foo": 1}, "foo", "the task has the unknown key 'foo'. Usual keys are n_epochs, "),
+        ({"foo": 1, "bar": 2}, "hyperparameters", "the task has the unknown key 'foo'.\n"),
+        ({"learning_rate_multiplier": {"min": 1, "max": 1}}, "learning_rate_multiplier", "search_space.learning_rate "),
+    ],
+)  # fmt: skip
+def test_mistakes_have_the_names_that_were_sent(values: dict[str, Any], param: str, message: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        asked(values)
+    assert (caught.value.param, caught.value.message[: len(message)]) == (param, message)
+    assert not any(name in caught.value.message for name in ("num_train_epochs", "per_device"))
+
+
+@pytest.mark.parametrize("values", [{"foo": 1}, {"datase": 1}, {"tenantt": 1}, {"early_exit": {"rulez": 1}}])
+def test_no_key_is_suggested_that_would_be_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(ApiError) as caught:
+        asked(values)
+    words = set(re.findall(r"\w+", caught.value.message))
+    assert not words & (REFUSED_TASK_KEYS - {"num_finalists", "method", "name", "model"} | {"rules", "mixture_weights"})
+    assert len(caught.value.message) < 500
+
+
+@pytest.mark.parametrize("place", [lambda values: values, lambda values: {"search_space": values}])
+def test_the_usual_keys_of_errors_may_be_sent(place: Any) -> None:
+    with pytest.raises(ApiError) as caught:
+        asked(place({"foo": [1]}))
+    listed = re.search(r"Usual keys are ([\w, ]+)\.", caught.value.message)
+    assert listed is not None
+    for name in re.split(", | and ", listed[1]):
+        if name not in ("search_space", "search", "early_exit"):
+            value = 0.25 if name in ("learning_rate", "lora_dropout", "weight_decay") else 1
+            asked(place({name: [value]}))
 
 
 SPELLINGS = {

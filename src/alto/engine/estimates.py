@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -19,7 +20,7 @@ from alto.records import MAX_DURATION_S, MIN_DURATION_S, Sharing, TaskEstimate, 
 from alto.spec import Task
 from alto.spec.outside import is_number
 
-__all__ = ["base_key", "estimate_of", "known_estimate", "remember_estimate"]
+__all__ = ["base_key", "estimate_of", "known_estimate", "remember_duration", "remember_estimate"]
 
 _SCHEDULING = ("name", "priority", "tenant", "report_to", "share_executor")
 """Keys of a task that do not affect what it takes."""
@@ -84,14 +85,27 @@ def remember_estimate(task: Task, cluster: Cluster, num_ranks: int, estimate: Ta
     cache.save("estimates", _key(task, cluster, num_ranks), asdict(estimate))
 
 
+def remember_duration(task: Task, cluster: Cluster, num_ranks: int, duration_s: float) -> None:
+    """Cache how long a task has taken from start to end; what is known of its sharing stays.
+
+    Args:
+        task: The task.
+        cluster: The cluster that it was trained on.
+        num_ranks: Number of processes that trained it.
+        duration_s: Seconds.
+    """
+    duration_s = min(max(duration_s, MIN_DURATION_S), MAX_DURATION_S)
+    known = known_estimate(task.replace(share_executor=True), cluster, num_ranks)
+    sharing = None if known is None else known.sharing
+    if sharing is not None:
+        sharing = replace(sharing, step_s=min(sharing.step_s, duration_s))
+    remember_estimate(task, cluster, num_ranks, TaskEstimate(duration_s=duration_s, sharing=sharing))
+
+
 def _key(task: Task, cluster: Cluster, num_ranks: int) -> Mapping[str, Any]:
-    of_sources = (path for source in task.sources for path in (source.path, source.validation_dataset))
-    named = (task.dataset, task.validation_dataset, task.test_dataset, *of_sources)
-    files = [path for path in named if isinstance(path, str)]
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{len(os.sched_getaffinity(0))} cores"
     return {
-        "task": {key: value for key, value in task.to_dict().items() if key not in _SCHEDULING},
-        "files": [_state_of(Path(path).expanduser()) for path in files],
+        "task": _by_content({key: value for key, value in task.to_dict().items() if key not in _SCHEDULING}, task),
         "weights": cache.weights_of(task.model),
         "nodes": [len(node.gpus) for node in cluster.nodes],
         "has_gpus": cluster.has_gpus,
@@ -101,9 +115,34 @@ def _key(task: Task, cluster: Cluster, num_ranks: int) -> Mapping[str, Any]:
     }
 
 
-def _state_of(path: Path) -> tuple[int, int] | None:
-    """Size and modification time of a local file; None for anything else."""
-    if not path.is_file():
+def _by_content(values: dict[str, Any], task: Task) -> dict[str, Any]:
+    """``values`` of ``task`` with a digest of its content in place of every local file of rows: where it is does not
+    matter."""
+    of_sources = (path for source in task.sources for path in (source.path, source.validation_dataset))
+    named = (task.dataset, task.validation_dataset, task.test_dataset, *of_sources)
+    digests = {path: digest for path in named if isinstance(path, str) and (digest := _digest_of(path)) is not None}
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, list):
+            return [replaced(each) for each in value]
+        if isinstance(value, dict):
+            return {key: replaced(each) for key, each in value.items()}
+        return digests.get(value, value) if isinstance(value, str) else value
+
+    keys = ("dataset", "validation_dataset", "test_dataset")
+    return values | {key: replaced(values[key]) for key in keys if key in values}
+
+
+def _digest_of(path: str) -> str | None:
+    """A digest of a local file's content; None for anything else."""
+    file = Path(path).expanduser().resolve()
+    if not file.is_file():
         return None
-    stat = path.stat()
-    return stat.st_size, stat.st_mtime_ns
+    stat = file.stat()
+    return _digest_of_state(str(file), stat.st_ino, stat.st_size, stat.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=256)
+def _digest_of_state(path: str, *_state: int) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -11,7 +11,7 @@ from alto.executor import model_notes
 from alto.records import DataPreview
 from alto.spec import Task
 
-__all__ = ["preview_task"]
+__all__ = ["preview_data", "preview_task", "with_model_notes"]
 
 
 def preview_task(task: Task, *, num_rows: int) -> DataPreview:
@@ -21,10 +21,23 @@ def preview_task(task: Task, *, num_rows: int) -> DataPreview:
         AltoError: What is wrong with the data, or with the model's tokenizer.
     """
     task = with_start(task)
+    return with_model_notes(preview_data(task, num_rows=num_rows), task)
+
+
+def preview_data(task: Task, *, num_rows: int) -> DataPreview:
+    """The data of ``task`` and its first ``num_rows`` examples; with all rows tokenised, which takes time.
+
+    Raises:
+        AltoError: What is wrong with the data, or with the model's tokenizer.
+    """
     rows = read_task_rows(task)
     tokenizer = load_tokenizer(task.base_model)
     limits = limits_of(load_config(task.base_model))
-    shown = preview_rows(rows, tokenizer, task, num_rows=num_rows, limits=limits)
+    return preview_rows(rows, tokenizer, task, num_rows=num_rows, limits=limits)
+
+
+def with_model_notes(shown: DataPreview, task: Task) -> DataPreview:
+    """``shown`` with what is to be known of the settings and the model of ``task``."""
     skeleton = build_skeleton(task.base_model)
     about_model = model_notes(skeleton, [job.config for job in task.jobs], task.method)
     return replace(shown, notes=(*task.notes, *shown.notes, *about_model))

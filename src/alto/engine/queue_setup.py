@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from alto.cluster import Cluster, open_cluster, unique_name
-from alto.engine.estimates import known_estimate
+from alto.engine.estimates import known_estimate, remember_duration
 from alto.engine.gpus import check_num_gpus
 from alto.records import Node, TaskEstimate
 from alto.scheduler import SchedulingProblem, TaskDemand
@@ -92,12 +92,19 @@ class QueueSetup:
 
     def known_estimate(self, task: Task, cluster: Cluster) -> TaskEstimate | None:
         """What such a task was measured to take on such a cluster; None where that is not known."""
-        found = known_estimate(task, cluster, task.num_gpus if self.is_parallel else 1)
+        found = known_estimate(task, cluster, self._num_ranks(task))
         return found if found is None else self.allowed(found)
+
+    def remember_duration(self, task: Task, cluster: Cluster, duration_s: float) -> None:
+        """Cache how long ``task`` has taken on ``cluster``, for :meth:`known_estimate`."""
+        remember_duration(task, cluster, self._num_ranks(task), duration_s)
 
     def allowed(self, estimate: TaskEstimate) -> TaskEstimate:
         """``estimate`` as far as tasks may share here."""
         return estimate if self.share_executor else replace(estimate, sharing=None)
+
+    def _num_ranks(self, task: Task) -> int:
+        return task.num_gpus if self.is_parallel else 1
 
 
 def unique_names(tasks: Sequence[Task]) -> list[str]:

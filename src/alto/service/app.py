@@ -15,6 +15,7 @@ from alto.service.openai import files, jobs, models, unsupported, uploads
 from alto.service.serving import chat
 from alto.service.web.answers import ERROR_ANSWERS, RequestIds, add_error_answers
 from alto.service.web.counts import RequestCounts
+from alto.service.web.document import describe_keys
 from alto.service.web.limits import BodyLimits
 from alto.version import __version__
 
@@ -27,6 +28,7 @@ def create_app(service: Service, coordinator: Coordinator | None = None) -> Fast
     app.state.service, app.state.coordinator = service, coordinator
     app.state.model_exports = ModelExports(service)
     add_error_answers(app)
+    describe_keys(app)
     app.state.request_counts = RequestCounts()
     app.include_router(health.router)
     app.state.followers = Followers(service.store)

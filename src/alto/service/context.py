@@ -13,6 +13,7 @@ from sqlalchemy.orm import Session
 from alto.service.access import DEFAULT_TENANT, SCOPES, Caller, RateLimiter
 from alto.service.files import Artefacts
 from alto.service.histories import Histories
+from alto.service.previews import Previews
 from alto.service.settings import ServiceSettings
 from alto.service.store import Store
 from alto.service.store.tables import JobRow, Tenant
@@ -40,6 +41,7 @@ class Service:
         artefacts: Where files and adapters are kept.
         rates: Requests of tenants.
         histories: Of runs, as their journals are now.
+        previews: Of the rows of drafts.
         work: Set where the coordinator has something to do.
     """
 
@@ -48,6 +50,7 @@ class Service:
     artefacts: Artefacts
     rates: RateLimiter = field(default_factory=RateLimiter)
     histories: Histories = field(default_factory=Histories)
+    previews: Previews = field(default_factory=Previews)
     work: threading.Event = field(default_factory=threading.Event)
 
     def limits_of(self, tenant: Tenant | None) -> Limits:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -57,11 +58,18 @@ def refused(message: str, param: str | None = None, code: str = "invalid_value")
     return ApiError(400, message, param=param, code=code)
 
 
-def not_found(kind: str, name: str, param: str = "id") -> ApiError:
-    """The error of an id that is not there, or belongs to another tenant: both look the same."""
+def not_found(kind: str, name: str, param: str = "id", *, of_what: str = "") -> ApiError:
+    """The error of an id that is not there, or belongs to another tenant: both look the same.
+
+    Args:
+        kind: What it is an id of.
+        name: The id.
+        param: Key of the request.
+        of_what: What was expected, where it is not one of the tenant's own ``kind``.
+    """
     return ApiError(
         404,
-        f"{param}: expected a {kind} of yours, found none named {name[:100]!r}",
+        f"{param}: expected {of_what or f'a {kind} of yours'}, found none named {name[:100]!r}",
         param=param,
-        code=f"{kind.replace(' ', '_')}_not_found",
+        code=f"{re.sub('[ -]', '_', kind)}_not_found",
     )

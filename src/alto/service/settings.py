@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import Field, field_validator
 
 from alto.errors import SpecError
+from alto.spec.keys import canonical_keys
 from alto.spec.load import read_mapping
 from alto.spec.validation import SpecModel
 
@@ -86,6 +87,12 @@ class ServiceSettings(SpecModel):
     vllm: VllmSettings | None = Field(default=None, description="a server that answers for the adapters")
     hub_push: bool = Field(default=False, description="whether adapters may be uploaded to the hub")
     json_logs: bool = Field(default=False, description="logs are lines of JSON")
+
+    def __init__(self, /, **values: Any) -> None:
+        given = canonical_keys(values, fields=type(self).model_fields, aliases={}, where="the file of settings")
+        if isinstance(given.get("vllm"), Mapping):
+            given["vllm"] = canonical_keys(given["vllm"], fields=VllmSettings.model_fields, aliases={}, where="vllm")
+        super().__init__(**given)
 
     @field_validator("trust_remote_code", mode="before")
     @classmethod

@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import APIRouter
 from sqlalchemy import func, select
 
+from alto.engine.control_plane import UNKNOWN_DURATION_S
 from alto.records import Gpu, Placement
 from alto.runs import QueueHistory
 from alto.runs.queue_history import TaskHistory
@@ -16,7 +17,7 @@ from alto.service.store.jobs import OPEN
 from alto.service.store.tables import JobRow
 from alto.service.web.access import Reader
 
-__all__ = ["ClusterView", "router"]
+__all__ = ["ClusterView", "is_measured", "router"]
 
 _MOST_TASKS = 200
 
@@ -52,8 +53,9 @@ class ClusterView:
         return f"another tenant's task {self._numbers.get(task, 0)}"
 
     def planned(self) -> list[Placement]:
-        """Where the first plan with each task has placed it."""
-        return [task.first_plan for task in self.tasks if task.first_plan is not None]
+        """Where the first plan with each task has placed it; of tasks that were measured, as plans for others are
+        made with a length that nobody knows."""
+        return [task.first_plan for task in self.tasks if task.first_plan is not None and is_measured(task)]
 
     def actual(self) -> list[Placement]:
         """What executors had, in seconds since the control plane began."""
@@ -61,9 +63,17 @@ class ClusterView:
         return [place for place in self.history.actual_placements() if place.task in shown]
 
 
+def is_measured(task: TaskHistory) -> bool:
+    """Whether the expected duration of a task is one that such a task has taken before."""
+    return task.duration_s != UNKNOWN_DURATION_S
+
+
 @router.get("")
 def get(service: ServiceOf, caller: Reader) -> dict[str, Any]:
-    """Machines, waiting and running tasks, planned and actual placements, and the share of GPU time that was used."""
+    """Machines, waiting and running tasks, planned and actual placements, and the share of GPU time that was used.
+
+    A task has a planned placement where such a task was measured before.
+    """
     view = ClusterView.read(service, caller.tenant)
     with service.store.reading() as session:
         counts = session.execute(

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 
-from alto.engine import Engine
+from alto.engine.runner import portable
 from alto.errors import AltoError
 from alto.records.data import PreviewExample, Segments
 from alto.service.access import Caller
@@ -17,6 +17,7 @@ from alto.service.errors import refused
 from alto.service.openai.files import artefact_of, find_file
 from alto.service.openai.jobs import JobRequest, check_usable, draft_of
 from alto.service.openai.translation import build
+from alto.service.store.tables import FileRow
 from alto.service.web.access import Reader
 from alto.service.web.bodies import BodyRoute
 from alto.spec import Task
@@ -43,7 +44,9 @@ def draft(
     """
     values = draft_of(service, body)
     with tempfile.TemporaryDirectory(prefix="alto-draft-") as folder:
-        task = build({**values, **_files(service, caller, body, Path(folder)), "name": "draft", "report_to": "none"})
+        files = _files(service, caller, body)
+        paths = {key: str(_fetched(service, row, Path(folder) / f"{key}.jsonl")) for key, row in files.items()}
+        task = build({**values, **paths, "name": "draft", "report_to": "none"})
         found: dict[str, Any] = {
             "object": "draft",
             "method": task.method,
@@ -55,12 +58,13 @@ def draft(
             "estimate": _estimate(request, task),
         }
         if num_rows:
-            found["rows"] = _rows(task, num_rows)
+            found["rows"] = _rows(service, task, [row.sha256 for row in files.values()], num_rows)
     return found
 
 
-def _files(service: Service, caller: Caller, body: JobRequest, folder: Path) -> dict[str, str]:
-    paths = {}
+def _files(service: Service, caller: Caller, body: JobRequest) -> dict[str, FileRow]:
+    """The files of a request, by the keys of their task."""
+    found = {}
     for file, param, key in (
         (body.training_file, "training_file", "dataset"),
         (body.validation_file, "validation_file", "validation_dataset"),
@@ -77,10 +81,13 @@ def _files(service: Service, caller: Caller, body: JobRequest, folder: Path) -> 
                 param,
                 "file_too_large_for_draft",
             )
-        path = folder / f"{key}.jsonl"
-        service.artefacts.fetch(artefact_of(row), path)
-        paths[key] = str(path)
-    return paths
+        found[key] = row
+    return found
+
+
+def _fetched(service: Service, row: FileRow, path: Path) -> Path:
+    service.artefacts.fetch(artefact_of(row), path)
+    return path
 
 
 def _varying(task: Task, config: dict[str, Any]) -> list[str]:
@@ -92,15 +99,15 @@ def _estimate(request: Request, task: Task) -> dict[str, Any] | None:
     """What such a task was measured to take here; None where none was, or another server leads."""
     coordinator = request.app.state.coordinator
     plane = None if coordinator is None else coordinator.plane
-    found = None if plane is None else plane.estimate(task)
+    found = None if plane is None else plane.estimate(portable(task))
     if found is None:
         return None
     return {"duration_s": found.duration_s, "device_hours": found.duration_s * task.num_gpus / 3600}
 
 
-def _rows(task: Task, num_rows: int) -> dict[str, Any]:
+def _rows(service: Service, task: Task, files: list[str], num_rows: int) -> dict[str, Any]:
     try:
-        shown = Engine().preview(task, num_rows=num_rows)
+        shown = service.previews.preview(task, files, num_rows=num_rows)
     except AltoError as error:
         raise refused(
             str(error).replace(str(Path(str(task.dataset)).parent), ""), "training_file", "invalid_training_file"

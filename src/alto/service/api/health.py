@@ -12,21 +12,22 @@ from sqlalchemy.exc import SQLAlchemyError
 from alto.service.context import Service, ServiceOf
 from alto.service.store.tables import FileRow, JobRow, LeaderRow
 from alto.service.web.counts import RequestCounts
+from alto.service.web.document import WITHOUT_KEY
 
 __all__ = ["router"]
 
-router = APIRouter(include_in_schema=False)
+router = APIRouter()
 
 _STATES = ("validating_files", "queued", "running", "paused", "succeeded", "failed", "cancelled")
 
 
-@router.get("/healthz")
+@router.get("/healthz", openapi_extra=WITHOUT_KEY)
 def healthz() -> dict[str, str]:
     """Whether this process answers."""
     return {"status": "ok"}
 
 
-@router.get("/readyz")
+@router.get("/readyz", openapi_extra=WITHOUT_KEY, responses={503: {"description": "They cannot yet."}})
 def readyz(request: Request, service: ServiceOf) -> Response:
     """Whether requests can be carried out: the database answers, and some server leads."""
     problems = _problems(request, service)
@@ -34,7 +35,7 @@ def readyz(request: Request, service: ServiceOf) -> Response:
     return JSONResponse({"status": status, "problems": problems}, status_code=503 if problems else 200)
 
 
-@router.get("/metrics")
+@router.get("/metrics", openapi_extra=WITHOUT_KEY, response_class=PlainTextResponse)
 def metrics(request: Request, service: ServiceOf) -> PlainTextResponse:
     """Numbers for Prometheus, without labels of tenants or tasks."""
     with service.store.reading() as session:

@@ -238,7 +238,7 @@ def _command(service: Service, tenant: str, task: str, job: str, action: Action,
         )
     jobs = history_of(service, row).jobs
     if job not in jobs:
-        raise not_found("job of the task", job, "job")
+        raise not_found("job", job, "job", of_what="a job of this task")
     if action is Action.CLONE and len(jobs) >= service.settings.max_jobs:
         raise refused(
             f"job: expected a task of fewer than {service.settings.max_jobs} jobs, found one of {len(jobs)}; send "

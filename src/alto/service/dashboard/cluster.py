@@ -13,7 +13,7 @@ from alto.export import gantt_figure
 from alto.records import Placement
 from alto.runs.queue_history import TaskHistory, TaskStage
 from alto.service.access import Caller
-from alto.service.api.cluster import ClusterView
+from alto.service.api.cluster import ClusterView, is_measured
 from alto.service.context import Service, ServiceOf
 from alto.service.dashboard.rendering import PageRoute, live_answer, page
 from alto.service.web.access import Reader
@@ -81,15 +81,16 @@ def _busy(running: list[TaskHistory]) -> dict[str, int]:
 def _line(view: ClusterView, task: TaskHistory) -> dict[str, Any]:
     name = view.shown_name(task.task)
     history = view.history
+    plan = task.first_plan if is_measured(task) else None
     return {
         "name": name,
         "is_own": task.task.partition(".")[0] == name,
         "state": task.state.value,
         "num_gpus": task.num_gpus,
         "priority": task.priority,
-        "planned_start_s": None if task.first_plan is None else task.first_plan.start_s,
+        "planned_start_s": None if plan is None else plan.start_s,
         "start_s": history.worked_s(task.attempts[0].start) if task.attempts else None,
-        "expected_s": task.duration_s,
+        "expected_s": task.duration_s if is_measured(task) else None,
         "spent_s": task.spent_s(history.last_seen_at or 0.0) if task.attempts else None,
     }
 

@@ -170,13 +170,15 @@ def draft_of(service: Service, body: JobRequest) -> dict[str, Any]:
     """
     if body.integrations:
         raise refused(
-            "integrations: expected none, found some; follow the events of the job, or its curves under /api/jobs/{id}",
+            "integrations: expected none, found some; follow the events of the job, or its curves under "
+            "/api/tasks/{id}/curves",
             "integrations",
             "unsupported",
         )
-    values = task_values(body.kind, body.asked(), seed=body.seed)
+    hyperparameters = body.asked()
+    values = task_values(body.kind, hyperparameters, seed=body.seed)
     values |= base_model_of(service.settings, body.model)
-    task = build({**values, "name": "task", "dataset": "training.jsonl", "report_to": "none"})
+    task = build({**values, "name": "task", "dataset": "training.jsonl", "report_to": "none"}, hyperparameters)
     if len(task.jobs) > service.settings.max_jobs:
         raise refused(
             f"hyperparameters: expected at most {service.settings.max_jobs} configurations, found "
@@ -248,7 +250,8 @@ def events(service: ServiceOf, caller: Reader, job_id: str, after: After = None,
 def checkpoints(
     service: ServiceOf, caller: Reader, job_id: str, after: After = None, limit: Limit = 10
 ) -> dict[str, Any]:
-    """Steps of the job's best configuration with a new best validation loss, newest first."""
+    """Steps with a new best validation loss, of every configuration, newest first. They are names: the adapters of
+    checkpoints cannot be fetched or asked."""
     with service.store.reading() as session:
         job = find_job(session, caller.tenant, job_id)
         statement = select(Checkpoint).where(Checkpoint.job == job.id)

@@ -150,7 +150,8 @@ def _hyperparameters(given: Mapping[str, Any], chosen: Mapping[str, Any]) -> dic
 
 
 def _number(given: object, chosen: object, *, is_whole: bool = False) -> Any:
+    """The number. The client's types of epochs and batch sizes are whole ones, so those that are whole come as such."""
     value = chosen if chosen is not None else given
     if isinstance(value, bool) or not isinstance(value, int | float):
         return "auto"
-    return round(value) if is_whole else float(value)
+    return int(value) if is_whole and value == int(value) else float(value)

@@ -12,6 +12,7 @@ from typing import Any
 
 from alto.errors import SpecError, UnsupportedError
 from alto.service.errors import ApiError, refused
+from alto.service.openai.faults import param_of, worded
 from alto.service.openai.module_names import check_module_names
 from alto.spec import Task
 from alto.spec.auto_space import usual_learning_rate
@@ -64,6 +65,8 @@ _REFUSED_JOB_KEYS = frozenset({"objective", "config", "tokenizer", "task_type", 
 _REFUSED_EARLY_EXIT_KEYS = frozenset({"rules"})
 """They load packages."""
 
+_REFUSED_KEYS = (frozenset(TASK_FIELDS) - ALLOWED_TASK_KEYS) | _REFUSED_JOB_KEYS | _REFUSED_EARLY_EXIT_KEYS
+
 _MULTIPLIER = "learning_rate_multiplier"
 _LARGEST_MULTIPLIER = 1e6
 _NAMES = {
@@ -93,8 +96,12 @@ _NUM_RATES = 5
 _USUAL_RATE = usual_learning_rate(2000)
 
 
-def build(values: Mapping[str, Any], param: str = "hyperparameters") -> Task:
+def build(values: Mapping[str, Any], hyperparameters: Mapping[str, Any] | None = None) -> Task:
     """The task of ``values``.
+
+    Args:
+        values: Keys of the task.
+        hyperparameters: As they were sent; errors have their names.
 
     Raises:
         ApiError: One of them is not valid.
@@ -102,7 +109,15 @@ def build(values: Mapping[str, Any], param: str = "hyperparameters") -> Task:
     try:
         return Task(**values)
     except (SpecError, UnsupportedError) as error:
-        raise refused(str(error), param) from None
+        text, sent = str(error), {_name_of(key): key for key in hyperparameters or {}}
+        renamed = {name: key for name, key in sent.items() if name != key and key != _MULTIPLIER}
+        message = worded(text, renamed, _REFUSED_KEYS)
+        raise refused(message, param_of(text, sent, "hyperparameters")) from None
+
+
+def _name_of(key: str) -> str:
+    """ALTO's name of a hyperparameter."""
+    return _NAMES.get(key) or JOB_ALIASES.get(key) or TASK_ALIASES.get(key, key)
 
 
 def task_values(method: str, hyperparameters: Mapping[str, Any], *, seed: int | None) -> dict[str, Any]:
@@ -123,7 +138,7 @@ def task_values(method: str, hyperparameters: Mapping[str, Any], *, seed: int | 
     for key, value in hyperparameters.items():
         if value is None:
             continue
-        name = _NAMES.get(key) or JOB_ALIASES.get(key) or TASK_ALIASES.get(key, key)
+        name = _name_of(key)
         if (other := spellings.setdefault(name, key)) != key:
             raise refused(
                 f"hyperparameters: expected {other} or {key}, found both; remove one",
@@ -191,15 +206,17 @@ def _searched(name: str, value: Any) -> Any:
 
 
 def _rates(value: Any) -> Any:
-    """Learning rates of multipliers of the usual one."""
+    """Learning rates of multipliers of the usual one: of one, a list or a range."""
     if value == _AUTO:
         return _AUTO
+    if isinstance(value, Mapping) and "min" in value:
+        return {**value, **{end: _rates([value[end]])[0] for end in ("min", "max") if end in value}}
     values = value if isinstance(value, list) else [value]
     for each in values:
         if isinstance(each, bool) or not isinstance(each, int | float) or not 0 < each <= _LARGEST_MULTIPLIER:
             raise refused(
-                f"{_MULTIPLIER}: expected 'auto', a number above 0 and at most {_LARGEST_MULTIPLIER:g}, or a list of "
-                f"such numbers, found {quoted(each)}; correct it",
+                f"{_MULTIPLIER}: expected 'auto', a number above 0 and at most {_LARGEST_MULTIPLIER:g}, or a list or "
+                f"a range of such numbers, found {quoted(each)}; correct it",
                 _MULTIPLIER,
             )
     rates = [float(f"{each * _USUAL_RATE:.6g}") for each in values]

@@ -254,7 +254,7 @@
     // Faults of settings name the setting first, by its name in ALTO.
     const name = (/^(?:In [a-z_]*\.)?'?([A-Za-z_0-9]+)/.exec(message) || [])[1];
     const setting = Array.from(form.querySelectorAll("[data-field]")).find((field) => [field.dataset.field, ...(field.dataset.names || "").split(" ")].includes(name));
-    return setting || (param === "hyperparameters" ? form.querySelector('[data-field="extra"]') : null);
+    return setting || (param ? form.querySelector('[data-field="extra"]') : null);
   }
 
   function clearFaults() {

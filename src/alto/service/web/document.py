@@ -1,0 +1,33 @@
+"""The document of the API, ``/openapi.json``: what every operation needs, beside what each says of itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+
+__all__ = ["WITHOUT_KEY", "describe_keys"]
+
+WITHOUT_KEY: dict[str, Any] = {"security": []}
+"""Further text of the document for an operation that needs no key."""
+
+_SCHEME = "key"
+
+
+def describe_keys(app: FastAPI) -> None:
+    """Let the document of ``app`` say that requests have a key in their headers."""
+    openapi = app.openapi
+
+    def described() -> dict[str, Any]:
+        document = openapi()
+        schemes = document.setdefault("components", {}).setdefault("securitySchemes", {})
+        schemes[_SCHEME] = {
+            "type": "http",
+            "scheme": "bearer",
+            "description": "A key of a tenant, made with: alto keys create. Without any key a service answers requests "
+            "of its own machine alone, and needs none.",
+        }
+        document["security"] = [{_SCHEME: []}]
+        return document
+
+    app.openapi = described  # type: ignore[method-assign]

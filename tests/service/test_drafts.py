@@ -1,0 +1,206 @@
+"""What a request would do, before it is sent: its expected time, and its rows."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from services import ROWS, Served, served, wait_for
+
+from alto.engine.control_plane import UNKNOWN_DURATION_S
+from alto.errors import DataError
+from alto.records import DataPreview
+from alto.runs import RunDir, load_run_task
+from alto.service import previews
+from alto.service.coordinator.durations import remember_duration
+from alto.service.errors import ApiError
+from alto.service.previews import Previews
+from alto.service.store.jobs import find_job
+from alto.spec import Task
+from benchmarks.service_lib.plane import simulated_plane
+from benchmarks.service_lib.simulated_cluster import SimulatedCluster
+
+FIXED = {"learning_rate": 1e-4, "r": 8}
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    monkeypatch.setenv("ALTO_CACHE", str(tmp_path / "cache"))
+    with served(tmp_path, open_plane=simulated_plane(tmp_path, SimulatedCluster)) as found:
+        wait_for(lambda: found.coordinator is not None and found.coordinator.plane is not None)
+        yield found
+
+
+def body(site: Served, content: bytes = ROWS, **own: Any) -> dict[str, Any]:
+    file = site.upload(site.client(), content)
+    return {"model": "alto-tiny", "training_file": file, "hyperparameters": FIXED, **own}
+
+
+def drafted(site: Served, request: dict[str, Any]) -> dict[str, Any]:
+    answer = httpx2.post(f"{site.url}/api/drafts", json=request, timeout=60)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def trained(site: Served, request: dict[str, Any]) -> str:
+    client = site.client()
+    job = client.fine_tuning.jobs.create(**request)
+    assert site.finished(client, job.id).status == "succeeded"
+    return job.id
+
+
+def note_end(site: Served, job: str, duration_s: float | None = None) -> list[float]:
+    """Keep what a finished task has taken, or ``duration_s``; returns what was kept."""
+    assert site.coordinator is not None
+    assert site.coordinator.plane is not None
+    plane: Any = site.coordinator.plane
+    kept = []
+
+    def remember(task: Task, found_s: float) -> None:
+        kept.append(found_s)
+        plane._setup.remember_duration(task, plane._cluster, found_s if duration_s is None else duration_s)
+
+    with site.service.store.reading() as session:
+        row = find_job(session, "default", job)
+    remember_duration(site.service, row, remember)
+    return kept
+
+
+def test_a_draft_of_what_was_trained_before_has_its_time(site: Served) -> None:
+    request = body(site)
+    job = trained(site, request)
+    run = RunDir(site.service.settings.root / "runs" / "default" / job)
+    resolved = load_run_task(run, trust_remote_code=False).replace(max_slots=16, max_tokens_per_pass=4096)
+    run.task_file.write_text(resolved.to_yaml())  # as executors do
+    assert note_end(site, job, 7200.0)[0] > 0
+    assert drafted(site, request)["estimate"] == {"duration_s": 7200.0, "device_hours": 2.0}
+    assert drafted(site, body(site))["estimate"] is not None, "another file of the same content"
+    for other in (
+        body(site, ROWS + ROWS.splitlines(keepends=True)[0]),
+        {**request, "hyperparameters": {**FIXED, "n_epochs": 2}},
+        {**request, "validation_file": request["training_file"]},
+        {**request, "method": {"type": "supervised", "supervised": {"hyperparameters": {"learning_rate": 2e-4}}},
+         "hyperparameters": None},
+    ):  # fmt: skip
+        assert drafted(site, other)["estimate"] is None
+
+
+def test_a_task_with_configurations_that_were_stopped_by_hand_is_no_measure(site: Served) -> None:
+    job = trained(site, body(site))
+    journal = site.service.settings.root / "runs" / "default" / job / "journal.jsonl"
+    assert '"underperforming"' in journal.read_text()
+    journal.write_text(journal.read_text().replace('"underperforming"', '"stopped"'))
+    assert not note_end(site, job)
+
+
+def test_a_run_that_cannot_be_read_is_no_error(site: Served) -> None:
+    job = trained(site, body(site))
+    RunDir(site.service.settings.root / "runs" / "default" / job).task_file.write_text("{")
+    assert not note_end(site, job)
+
+
+def test_only_what_was_measured_is_shown_as_planned(site: Served) -> None:
+    request = body(site)
+    job = trained(site, request)
+    cluster = httpx2.get(f"{site.url}/api/cluster").json()
+    assert (cluster["planned"], len(cluster["actual"])) == ([], 1)
+    page = httpx2.get(f"{site.url}/cluster").text
+    assert "not measured" in page
+    assert "1 h" not in page
+    note_end(site, job, 7200.0)
+    trained(site, request)
+    cluster = httpx2.get(f"{site.url}/api/cluster").json()
+    assert [place["duration_s"] for place in cluster["planned"]] == [7200.0]
+    assert "2 h" in httpx2.get(f"{site.url}/cluster").text
+    assert UNKNOWN_DURATION_S == 3600
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tokenised(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
+    """The tasks whose rows were tokenised."""
+    found = []
+    made = previews.preview_data
+
+    def noted(task: Task, *, num_rows: int) -> DataPreview:
+        found.append(task)
+        return made(task, num_rows=num_rows)
+
+    monkeypatch.setattr(previews, "preview_data", noted)
+    return found
+
+
+def test_rows_are_tokenised_again_only_where_that_could_change_them(site: Served, tokenised: list[Task]) -> None:
+    request = body(site)
+    first = drafted(site, request)["rows"]
+    assert first["counts"]["train_rows"] > 30
+    same = [
+        {**request, "hyperparameters": {"learning_rate": [1e-3, 1e-4], "r": 4, "n_epochs": 3}},
+        {**request, "suffix": "other"},
+        body(site),
+    ]
+    for other in same:
+        assert drafted(site, other)["rows"]["examples"] == first["examples"]
+    assert len(tokenised) == 1
+    different = [
+        {**request, "hyperparameters": {**FIXED, "max_length": 99}},
+        {**request, "hyperparameters": {**FIXED, "train_on": "all"}},
+        {**request, "seed": 3},
+        {**request, "validation_file": request["training_file"]},
+        body(site, ROWS[: len(ROWS) // 2].rpartition(b"\n")[0] + b"\n"),
+    ]
+    for number, other in enumerate(different, 2):
+        drafted(site, other)
+        assert len(tokenised) == number, other
+
+
+def test_notes_are_those_of_the_settings_that_are_asked_now(site: Served, tokenised: list[Task]) -> None:
+    plain = drafted(site, body(site))["rows"]["notes"]
+    large = drafted(site, body(site, hyperparameters={**FIXED, "r": 512}))["rows"]["notes"]
+    assert len(tokenised) == 1
+    assert plain != large
+    assert drafted(site, body(site))["rows"]["notes"] == plain
+
+
+def test_few_drafts_read_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_work, most, go = [0], [0], threading.Event()
+
+    def slow(task: Task, *, num_rows: int) -> DataPreview:
+        at_work[0] += 1
+        most[0] = max(most[0], at_work[0])
+        go.wait(60)
+        at_work[0] -= 1
+        raise DataError("none")
+
+    monkeypatch.setattr(previews, "preview_data", slow)
+    shown = Previews()
+    task = Task(model="alto-tiny", dataset="rows.jsonl", search_space={"learning_rate": [1e-4]})
+    ends: list[Exception] = []
+
+    def ask(number: int) -> None:
+        try:
+            shown.preview(task, [str(number)], num_rows=1)
+        except Exception as error:
+            ends.append(error)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(10)]
+    for thread in threads:
+        thread.start()
+    wait_for(lambda: shown._num_open == len(threads))
+    with pytest.raises(ApiError) as caught:
+        shown.preview(task, ["one more"], num_rows=1)
+    assert (caught.value.status, caught.value.headers["Retry-After"]) == (429, "5")
+    go.set()
+    for thread in threads:
+        thread.join()
+    assert most[0] == 2
+    assert [type(error) for error in ends] == [DataError] * len(threads)
+    with pytest.raises(DataError):
+        shown.preview(task, ["one more"], num_rows=1)
