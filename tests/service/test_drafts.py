@@ -28,7 +28,14 @@ FIXED = {"learning_rate": 1e-4, "r": 8}
 
 
 @pytest.fixture
-def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+def site(keeping_site: Served, monkeypatch: pytest.MonkeyPatch) -> Served:
+    """A service whose tests say themselves what is kept of the time that tasks take."""
+    monkeypatch.setattr("alto.service.coordinator.coordinator.remember_duration", lambda *_: None)
+    return keeping_site
+
+
+@pytest.fixture
+def keeping_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     monkeypatch.setenv("ALTO_CACHE", str(tmp_path / "cache"))
     with served(tmp_path, open_plane=simulated_plane(tmp_path, SimulatedCluster)) as found:
         wait_for(lambda: found.coordinator is not None and found.coordinator.plane is not None)
@@ -88,6 +95,14 @@ def test_a_draft_of_what_was_trained_before_has_its_time(site: Served) -> None:
          "hyperparameters": None},
     ):  # fmt: skip
         assert drafted(site, other)["estimate"] is None
+
+
+def test_the_service_keeps_what_its_tasks_take(keeping_site: Served) -> None:
+    request = body(site)
+    assert drafted(keeping_site, request)["estimate"] is None
+    trained(keeping_site, request)
+    wait_for(lambda: drafted(keeping_site, request)["estimate"] is not None)
+    assert 0 < drafted(keeping_site, request)["estimate"]["duration_s"] < 60
 
 
 def test_a_task_with_configurations_that_were_stopped_by_hand_is_no_measure(site: Served) -> None:

@@ -107,6 +107,10 @@ class ControlPlane:
         """What such a task was measured to take here; None where it never was."""
         return self._setup.known_estimate(task, self._cluster)
 
+    def remember_duration(self, task: Task, duration_s: float) -> None:
+        """Keep how long ``task`` has taken here, for :meth:`estimate`."""
+        self._setup.remember_duration(task, self._cluster, duration_s)
+
     def submit(self, order: RunOrder) -> None:
         """Have a run trained as soon as it is its turn; an earlier attempt in its folder is resumed.
 

@@ -22,6 +22,7 @@ from alto.errors import AltoError, QueueCommandError
 from alto.runs import RunDir, has_result
 from alto.runs.progress import outlook
 from alto.service.context import Service
+from alto.service.coordinator.durations import remember_duration
 from alto.service.coordinator.faults import is_of_service, is_of_storage, told
 from alto.service.coordinator.housekeeping import keep_house
 from alto.service.coordinator.leadership import PATIENCE_S, Leadership, LostLeadershipError
@@ -337,6 +338,8 @@ class Coordinator:
                     row.started_at = row.started_at or now()
                     write_result(session, row, found)
                     _LOG.info("job %s of tenant %s has succeeded", job.id, job.tenant)
+            if self.plane is not None:
+                remember_duration(self._service, job, self.plane.remember_duration)
 
     # -- faults ----------------------------------------------------------------------------------------------------
 
