@@ -16,7 +16,7 @@ from alto.service.store.jobs import OPEN
 from alto.service.store.tables import JobRow
 from alto.service.web.access import Reader
 
-__all__ = ["ClusterView", "router"]
+__all__ = ["ClusterView", "job_of", "router"]
 
 _MOST_TASKS = 200
 
@@ -35,7 +35,8 @@ class ClusterView:
         self.history = history
         self._tenant = tenant
         lately = list(history.tasks.values())[-_MOST_TASKS:]
-        self._numbers = {task.task: number for number, task in enumerate(history.tasks.values(), 1)}
+        jobs = dict.fromkeys(job_of(task) for task in history.tasks)
+        self._numbers = {job: number for number, job in enumerate(jobs, 1)}
         self.tasks: list[TaskHistory] = lately
 
     @classmethod
@@ -48,8 +49,8 @@ class ClusterView:
         """The task's own id where it is the tenant's; else a number."""
         found = self.history.tasks.get(task)
         if found is not None and found.tenant == self._tenant:
-            return task.partition(".")[0]
-        return f"another tenant's task {self._numbers.get(task, 0)}"
+            return job_of(task)
+        return f"another tenant's task {self._numbers.get(job_of(task), 0)}"
 
     def planned(self) -> list[Placement]:
         """Where the first plan with each task has placed it."""
@@ -59,6 +60,11 @@ class ClusterView:
         """What executors had, in seconds since the control plane began."""
         shown = {task.task for task in self.tasks}
         return [place for place in self.history.actual_placements() if place.task in shown]
+
+
+def job_of(task: str) -> str:
+    """Id of the job that the control plane knows as ``task``; it has a new name there whenever it is resumed."""
+    return task.partition(".")[0]
 
 
 @router.get("")
