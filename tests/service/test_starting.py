@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx2
 import pytest
-from services import Served, served
+from services import served
 from typer.testing import CliRunner
 
 from alto.cli.app import app
@@ -54,9 +54,9 @@ def test_a_port_in_use_is_said_before_anything_leads(tmp_path: Path, taken: int,
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])
 def test_an_address_of_another_machine_is_refused(host: str) -> None:
-    with pytest.raises(ServiceError, match="host: expected an address of this machine, found"):
-        with listening(ServiceSettings(host=host, port=0)):
-            pass
+    settings = ServiceSettings(host=host, port=0)
+    with pytest.raises(ServiceError, match="host: expected an address of this machine, found"), listening(settings):
+        pass
 
 
 def test_all_addresses_of_a_name_have_one_port() -> None:

@@ -17,7 +17,6 @@ from alto.service.access import Caller
 from alto.service.api.cluster import ClusterView, job_of
 from alto.service.context import Service, ServiceOf
 from alto.service.dashboard.rendering import PageRoute, live_answer, page
-from alto.service.store.jobs import OPEN
 from alto.service.store.tables import JobRow
 from alto.service.web.access import Reader
 
@@ -103,9 +102,9 @@ def _tasks(service: Service, view: ClusterView) -> list[_ShownTask]:
 
 
 def _state(task: TaskHistory, status: str) -> str:
-    if task.state is not TaskStage.CANCELLED or status not in OPEN:
+    if task.state is not TaskStage.CANCELLED or not status:
         return task.state.value
-    return "paused" if status == "paused" else TaskStage.WAITING.value  # resumed a moment ago
+    return TaskStage.WAITING.value if status in ("queued", "running") else status  # resumed a moment ago
 
 
 def _named(view: ClusterView, placements: list[Placement]) -> list[Placement]:
