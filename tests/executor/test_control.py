@@ -79,9 +79,7 @@ def test_a_stopped_job_ends_and_the_others_do_not_notice(tmp_path: Path) -> None
     commanded.at(Action.STOP, "job-000", event="eval", step=3)
     events = commanded.run()
     assert commanded.outcome("job-000") == (ExitReason.STOPPED, 3)
-    assert commanded.answers == [
-        Answer(done=True, message="job-000 is stopped after 3 of 15 steps; alto job resume continues it")
-    ]
+    assert commanded.answers == [Answer(done=True, message="job-000 is stopped after 3 of 15 steps; it can be resumed")]
     alone = Commanded(tmp_path / "b")
     others = curves_of(alone.run())["job-001"]
     assert list(curves_of(events)["job-001"].train.values()) == pytest.approx(list(others.train.values()), rel=1e-5)

@@ -202,7 +202,7 @@ def test_a_page_goes_on_when_the_server_answers_again(patient: Served, open_page
     patient.client().fine_tuning.jobs.cancel(task)
     page.unroute("**/dashboard/tasks*")
     page.locator("#connection").wait_for(state="hidden")
-    page.locator("tr", has_text=task).get_by_text("cancelled").wait_for()
+    page.locator("tr", has=page.get_by_title(task)).get_by_text("cancelled").wait_for()
 
 
 @pytest.fixture(scope="module")

@@ -98,7 +98,7 @@ def test_a_draft_of_what_was_trained_before_has_its_time(site: Served) -> None:
 
 
 def test_the_service_keeps_what_its_tasks_take(keeping_site: Served) -> None:
-    request = body(site)
+    request = body(keeping_site)
     assert drafted(keeping_site, request)["estimate"] is None
     trained(keeping_site, request)
     wait_for(lambda: drafted(keeping_site, request)["estimate"] is not None)

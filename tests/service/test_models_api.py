@@ -105,6 +105,23 @@ def test_an_adapter_comes_as_a_zip_file(service: Service, client: TestClient) ->
         assert archive.read("adapter_model.safetensors") == b"a" * 1000
 
 
+def test_a_downloaded_adapter_names_its_base_as_requests_do(
+    service: Service, client: TestClient, tmp_path: Path
+) -> None:
+    name, folder = add_model(service, "a"), "models/default/ftjob-a"
+    put_adapter(service, "a", tmp_path)
+    base = str(tmp_path / "base")
+    card = f"---\nbase_model: {json.dumps(base)}\n---\nfrom_pretrained({base!r})\n"
+    service.artefacts.write(f"{folder}/README.md", io.BytesIO(card.encode()))
+    with zipfile.ZipFile(io.BytesIO(client.get(f"/api/models/{name}/adapter").content)) as archive:
+        assert archive.testzip() is None
+        assert json.loads(archive.read("adapter_config.json"))["base_model_name_or_path"] == "base"
+        assert archive.read("README.md").decode() == "---\nbase_model: \"base\"\n---\nfrom_pretrained('base')\n"
+        assert len(archive.read("adapter_model.safetensors")) > 1000
+    with service.artefacts.open(f"{folder}/adapter_config.json") as kept:
+        assert json.load(kept)["base_model_name_or_path"] == base, "the service still finds it"
+
+
 @pytest.mark.parametrize("path", ["", "/adapter", "/merged"])
 def test_models_of_other_tenants_are_not_there(service: Service, client: TestClient, path: str) -> None:
     name = add_model(service, "a", tenant="alpha")
@@ -142,6 +159,7 @@ def test_merged_weights_are_written_and_come_as_a_zip_file(
         assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(archive.namelist())
         assert not {".complete"} & set(archive.namelist())
         assert json.loads(archive.read("config.json"))["architectures"] == ["LlamaForCausalLM"]
+        assert str(tmp_path) not in archive.read("README.md").decode()
     assert client.post(f"/api/models/{name}/merged").json()["status"] == "ready"
     assert len(messages_of(service, "a")) == 1
     assert client.delete(f"/v1/models/{name}").status_code == 200

@@ -30,8 +30,8 @@ Database = Annotated[
     str | None, typer.Option("--database", help="Address of the database, such as postgresql+psycopg://….")
 ]
 
-_DURATION = re.compile(r"(\d+)([hd])")
-_SECONDS = {"h": 3600, "d": 24 * 3600}
+_DURATION = re.compile(r"(\d+)([smhd])")
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600}
 
 
 def serve(
@@ -71,7 +71,7 @@ def create(
     name: Annotated[str | None, typer.Option(help="What the key is for.")] = None,
     scopes: Annotated[str, typer.Option(help="read, write and chat, separated by commas.")] = "read,write,chat",
     expires: Annotated[
-        str | None, typer.Option(metavar="DURATION", help="Such as 12h or 90d; never if absent.")
+        str | None, typer.Option(metavar="DURATION", help="Such as 30m, 12h or 90d; never if absent.")
     ] = None,
     max_gpus: Annotated[int | None, typer.Option(min=1, help="GPUs of the tenant at a time.")] = None,
     max_tasks: Annotated[int | None, typer.Option(min=1, help="Open tasks of the tenant.")] = None,
@@ -123,8 +123,10 @@ def list_(
         print_json({"keys": [_facts_of(row) for row in rows]})
         return
     for row in rows:
-        until = "" if row.expires_at is None else time.strftime(" until %Y-%m-%d", time.gmtime(row.expires_at))
-        typer.echo(f"{row.id}  {row.tenant}  {_state_of(row)}{until}  {','.join(row.scopes)}  {row.name}")
+        typer.echo(f"{row.id}  {row.tenant}  {_described_state(row)}  {','.join(row.scopes)}  {row.name}".rstrip())
+    if not rows:
+        of_tenant = "" if tenant is None else f" of {tenant}"
+        typer.echo(f"There are no keys{of_tenant}; make one with: alto keys create {tenant or 'TENANT'}")
 
 
 @keys.command("revoke")
@@ -178,6 +180,14 @@ def _state_of(row: KeyRow) -> str:
     return "expired" if row.expires_at is not None and row.expires_at <= time.time() else "valid"
 
 
+def _described_state(row: KeyRow) -> str:
+    state = _state_of(row)
+    if row.expires_at is None or state == "revoked":
+        return state
+    word = "since" if state == "expired" else "until"
+    return f"{state} {word} {time.strftime('%Y-%m-%d %H:%M', time.gmtime(row.expires_at))} UTC"
+
+
 def _models(given: list[str]) -> dict[str, str]:
     found = {}
     for each in given:
@@ -191,5 +201,8 @@ def _models(given: list[str]) -> dict[str, str]:
 def _duration_s(text: str) -> int:
     found = _DURATION.fullmatch(text)
     if found is None:
-        raise SpecError(f"--expires: expected hours or days such as 12h or 90d, found {text!r}; correct it")
+        raise SpecError(
+            f"--expires: expected seconds, minutes, hours or days such as 45s, 30m, 12h or 90d, found "
+            f"{text!r}; correct it"
+        )
     return int(found[1]) * _SECONDS[found[2]]

@@ -45,8 +45,8 @@ def clone_job(origin: Job, changes: Mapping[str, Any], others: Collection[JobSta
     twin = next((job.id for job in others if job.config == config), None)
     if twin is not None and not warm:
         raise JobCommandError(
-            f"expected a configuration that no other job has, found that {twin} has it; change a setting with "
-            "--set key=value, or start from the job's weights with --warm"
+            f"expected a configuration that no other job has, found that {twin} has it; change a setting, or start "
+            "from the job's weights"
         )
     return Job(id=next_id(job.id for job in others), config=config)
 

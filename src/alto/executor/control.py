@@ -129,7 +129,7 @@ class Control:
         decision = ExitDecision(job=job.id, step=job.step, reason=ExitReason.STOPPED)
         self._state.selection.end(decision)
         self._lifecycle.end(job, decision, command.id)
-        return f"{job.id} is stopped after {job.step} of {job.total_steps} steps; alto job resume continues it"
+        return f"{job.id} is stopped after {job.step} of {job.total_steps} steps; it can be resumed"
 
     def _reopen(self, job: JobState, command: Command) -> str:
         if self._state.is_competing(job):
@@ -165,13 +165,13 @@ class Control:
         if self._state.selection.best(origin.id) is None:
             raise JobCommandError(
                 f"expected a job with a finite validation loss to start from, found none of {origin.id} yet; "
-                "wait for its first evaluation, or clone it without --warm"
+                "wait for its first evaluation, or let the clone start with new weights"
             )
         if clone.shape != origin.shape:
             raise JobCommandError(
                 f"expected the ranks, targets, magnitudes and biases of {origin.id} in a clone that starts from its "
-                "weights, found others; leave r, target_modules, use_dora and bias as they are, or clone it without "
-                "--warm"
+                "weights, found others; leave r, target_modules, use_dora and bias as they are, or let the clone start "
+                "with new weights"
             )
 
 

@@ -11,6 +11,7 @@ from alto.service.api.streams import Followers
 from alto.service.context import Service
 from alto.service.coordinator import Coordinator
 from alto.service.dashboard import router as dashboard
+from alto.service.dashboard.rendering import error_page
 from alto.service.openai import files, jobs, models, unsupported, uploads
 from alto.service.serving import chat
 from alto.service.web.answers import ERROR_ANSWERS, RequestIds, add_error_answers
@@ -27,7 +28,7 @@ def create_app(service: Service, coordinator: Coordinator | None = None) -> Fast
     app = FastAPI(title="ALTO", version=__version__, docs_url=None, redoc_url=None)
     app.state.service, app.state.coordinator = service, coordinator
     app.state.model_exports = ModelExports(service)
-    add_error_answers(app)
+    add_error_answers(app, error_page)
     describe_keys(app)
     app.state.request_counts = RequestCounts()
     app.include_router(health.router)

@@ -14,13 +14,16 @@ _OWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
 
 
 def configure_logs(*, as_json: bool, level: int = logging.INFO) -> None:
-    """Write the logs of the service and of its server to the standard error."""
+    """Write the logs of the service and of its server to the standard error; of all other packages, warnings."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonLines() if as_json else _Lines())
     for name in ("alto.service", "uvicorn.error"):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(level)
+    root = logging.getLogger()
+    root.handlers = [handler]
+    root.setLevel(logging.WARNING)
 
 
 def _facts_of(record: logging.LogRecord) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -24,7 +26,7 @@ from alto.service.files import Artefacts
 from alto.service.logs import configure_logs
 from alto.service.settings import ServiceSettings
 
-__all__ = ["opened_service", "running", "serve"]
+__all__ = ["listening", "opened_service", "running", "serve"]
 
 
 @contextlib.contextmanager
@@ -52,6 +54,21 @@ def running(service: Service) -> Iterator[FastAPI]:
         coordinator.stop()
 
 
+@contextlib.contextmanager
+def listening(settings: ServiceSettings) -> Iterator[list[socket.socket]]:
+    """Sockets at the address and the port of ``settings``, until the block is left.
+
+    Raises:
+        ServiceError: The port is in use, or the address is not one of this machine.
+    """
+    with contextlib.ExitStack() as opened:
+        try:
+            found = _bound(settings.host, settings.port, opened)
+        except OSError as error:
+            raise ServiceError(_unusable(settings, error)) from error
+        yield found
+
+
 def serve(settings: ServiceSettings, *, on_ready: Callable[[str], None] = lambda url: None) -> None:
     """Answer requests until a signal ends the process; then running executors save and end.
 
@@ -59,7 +76,8 @@ def serve(settings: ServiceSettings, *, on_ready: Callable[[str], None] = lambda
         on_ready: Called with the address once requests are answered.
 
     Raises:
-        ServiceError: It would listen beyond this machine without keys; or as of :func:`opened_service`.
+        ServiceError: It would listen beyond this machine without keys; or as of :func:`opened_service` and
+            :func:`listening`.
     """
     configure_logs(as_json=settings.json_logs)
     with opened_service(settings) as service:
@@ -69,19 +87,18 @@ def serve(settings: ServiceSettings, *, on_ready: Callable[[str], None] = lambda
                     f"host: expected an address of this machine alone, such as 127.0.0.1, while there are no keys, "
                     f"found {settings.host}; make a key first with: alto keys create"
                 )
-        with running(service) as app:
-            _Server(app, settings, on_ready).run()
+        # The port comes first: a server that cannot answer must not begin to lead.
+        with listening(settings) as sockets, running(service) as app:
+            _Server(app, on_ready).run(sockets)
 
 
 class _Server(uvicorn.Server):
     """Says when it answers."""
 
-    def __init__(self, app: FastAPI, settings: ServiceSettings, on_ready: Callable[[str], None]) -> None:
+    def __init__(self, app: FastAPI, on_ready: Callable[[str], None]) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
-                host=settings.host,
-                port=settings.port,
                 log_config=None,
                 access_log=False,
                 timeout_graceful_shutdown=5,
@@ -106,6 +123,49 @@ class _Server(uvicorn.Server):
         if self.started:
             host, port = self.servers[0].sockets[0].getsockname()[:2]
             self._on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+
+
+def _bound(host: str, port: int, opened: contextlib.ExitStack) -> list[socket.socket]:
+    """A socket for each address of ``host``, as "localhost" has two; ``opened`` closes them."""
+    found: list[socket.socket] = []
+    refusal: OSError | None = None
+    addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    for family, kind, protocol, _, address in dict.fromkeys(addresses):
+        each = opened.enter_context(socket.socket(family, kind, protocol))
+        each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            each.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        # Where any free port will do, all sockets have that of the first.
+        taken = found[0].getsockname()[1] if found else port
+        try:
+            each.bind((address[0], taken, *address[2:]))
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+            refusal = error  # a name may have an address that this machine has not
+        else:
+            found.append(each)
+    if not found:
+        raise refusal or OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
+    return found
+
+
+def _unusable(settings: ServiceSettings, error: OSError) -> str:
+    """Why it cannot listen."""
+    if error.errno == errno.EADDRINUSE:
+        return (
+            f"port: expected a free port, found that another program listens on {settings.port} of {settings.host}; "
+            "choose another port, or end that program"
+        )
+    if error.errno == errno.EACCES:
+        return (
+            f"port: expected a port that this user may open, found {settings.port}; choose another port, such as one "
+            "of 1024 and above"
+        )
+    return (
+        f"host: expected an address of this machine, found {settings.host!r} ({error.strerror}); choose another host, "
+        "such as 127.0.0.1"
+    )
 
 
 def _plane(settings: ServiceSettings, epoch: int) -> contextlib.AbstractContextManager[ControlPlane]:

@@ -37,7 +37,7 @@ _NOT_NEEDED: Mapping[str, tuple[str, ...]] = {
     ),
     "'alto tune' trains": ("do_train",),
     "'alto eval RUN' evaluates held-out rows": ("do_predict",),
-    "'alto tune --output-dir' names the folder of runs": ("output_dir",),
+    "the folder of runs is no setting of a task ('alto tune' takes it as --output-dir)": ("output_dir",),
     "nothing is uploaded: the best adapter is in 'best' of the run's folder": (
         *("push_to_hub", "hub_model_id", "hub_strategy", "hub_token", "hub_private_repo", "hub_always_push"),
         "hub_revision",

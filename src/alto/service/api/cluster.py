@@ -17,7 +17,7 @@ from alto.service.store.jobs import OPEN
 from alto.service.store.tables import JobRow
 from alto.service.web.access import Reader
 
-__all__ = ["ClusterView", "is_measured", "router"]
+__all__ = ["ClusterView", "is_measured", "job_of", "router"]
 
 _MOST_TASKS = 200
 
@@ -36,7 +36,8 @@ class ClusterView:
         self.history = history
         self._tenant = tenant
         lately = list(history.tasks.values())[-_MOST_TASKS:]
-        self._numbers = {task.task: number for number, task in enumerate(history.tasks.values(), 1)}
+        jobs = dict.fromkeys(job_of(task) for task in history.tasks)
+        self._numbers = {job: number for number, job in enumerate(jobs, 1)}
         self.tasks: list[TaskHistory] = lately
 
     @classmethod
@@ -49,8 +50,8 @@ class ClusterView:
         """The task's own id where it is the tenant's; else a number."""
         found = self.history.tasks.get(task)
         if found is not None and found.tenant == self._tenant:
-            return task.partition(".")[0]
-        return f"another tenant's task {self._numbers.get(task, 0)}"
+            return job_of(task)
+        return f"another tenant's task {self._numbers.get(job_of(task), 0)}"
 
     def planned(self) -> list[Placement]:
         """Where the first plan with each task has placed it; of tasks that were measured, as plans for others are
@@ -66,6 +67,11 @@ class ClusterView:
 def is_measured(task: TaskHistory) -> bool:
     """Whether the expected duration of a task is one that such a task has taken before."""
     return task.duration_s != UNKNOWN_DURATION_S
+
+
+def job_of(task: str) -> str:
+    """Id of the job that the control plane knows as ``task``; it has a new name there whenever it is resumed."""
+    return task.partition(".")[0]
 
 
 @router.get("")

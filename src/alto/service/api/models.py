@@ -13,6 +13,7 @@ from sqlalchemy.orm import Session
 
 from alto.service.access import Caller
 from alto.service.api.model_exports import ModelExports
+from alto.service.api.model_texts import texts_without_paths
 from alto.service.context import Service, ServiceOf
 from alto.service.errors import ApiError, not_found, refused
 from alto.service.files.zips import zip_chunks
@@ -68,7 +69,7 @@ def adapter(service: ServiceOf, caller: Reader, model: str) -> StreamingResponse
     names = service.artefacts.names(row.adapter)
     if not names:
         raise not_found("adapter", model, "model")
-    return _zip(service, row.adapter, names, f"{row.job}.zip")
+    return _zip(service, row, row.adapter, names, f"{row.job}.zip")
 
 
 @router.post("/{model:path}/merged", status_code=202)
@@ -94,7 +95,7 @@ def merged(service: ServiceOf, caller: Reader, exports: Exports, model: str) -> 
             param="model",
             code="merged_not_found",
         )
-    return _zip(service, merged_folder(row), names, f"{row.job}-merged.zip")
+    return _zip(service, row, merged_folder(row), names, f"{row.job}-merged.zip")
 
 
 @router.post("/{model:path}/push", status_code=202)
@@ -152,9 +153,10 @@ def _merged_status(exports: ModelExports, row: ModelRow) -> str:
     return "running" if exports.is_merging(row) else "none"
 
 
-def _zip(service: Service, folder: str, names: list[str], filename: str) -> StreamingResponse:
+def _zip(service: Service, row: ModelRow, folder: str, names: list[str], filename: str) -> StreamingResponse:
+    texts = texts_without_paths(service, row, folder, names)
     return StreamingResponse(
-        zip_chunks(service.artefacts, folder, names),
+        zip_chunks(service.artefacts, folder, names, texts),
         media_type="application/zip",
         headers={"Content-Disposition": f'attachment; filename="{filename}"'},
     )

@@ -17,12 +17,12 @@ from alto.export import METRICS_NAME, report_page
 from alto.runs import Action, Mailbox, RunDir, RunHistory
 from alto.runs.device_hours import device_hours
 from alto.runs.job_history import JobHistory
-from alto.runs.progress import time_saved_s
 from alto.service.context import Service, ServiceOf
 from alto.service.errors import ApiError, not_found, refused
 from alto.service.openai.module_names import check_module_names
 from alto.service.openai.objects import job_object
 from alto.service.openai.paging import After, Limit
+from alto.service.savings import savings_of
 from alto.service.store.events import add_event
 from alto.service.store.jobs import OPEN, find_job, lock_job
 from alto.service.store.paging import page_of
@@ -163,6 +163,7 @@ def task_object(service: Service, row: JobRow) -> dict[str, Any]:
     """A task, and how far it is."""
     history = history_of(service, row)
     hours = device_hours(history) if history.started is not None else None
+    savings = savings_of(history, row.status)
     best = history.best
     return {
         **job_object(row),
@@ -175,12 +176,12 @@ def task_object(service: Service, row: JobRow) -> dict[str, Any]:
         "best_job": None if best is None else best.job,
         "best_valid_loss": None if best is None else _finite(best.best_validation_loss),
         "samples_trained": history.samples_trained,
-        "samples_saved": history.samples_saved,
+        "samples_saved": savings.samples,
         "samples_budgeted": history.samples_budgeted,
-        "time_saved_s": _finite(time_saved_s(history)),
+        "time_saved_s": _finite(savings.time_s),
         "device": None if hours is None else hours.device,
         "device_hours": None if hours is None else round(hours.spent_h, 5),
-        "device_hours_saved": None if hours is None or hours.saved_h is None else round(hours.saved_h, 5),
+        "device_hours_saved": None if savings.device_h is None else round(savings.device_h, 5),
         "request": row.request,
     }
 

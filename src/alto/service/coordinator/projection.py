@@ -10,6 +10,7 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
+from alto.records import ExitReason
 from alto.runs import JournalEntry, JournalTail
 from alto.runs import events as journaled
 from alto.service.models import fine_tuned_name
@@ -96,7 +97,7 @@ class Projection:
                 add_event(
                     session,
                     row,
-                    f"Configuration {job} stopped early: {event.reason}",
+                    _ended(job, event.reason),
                     created_at=at,
                     data={
                         "job": job,
@@ -155,6 +156,13 @@ class Projection:
                     metrics=metrics,
                 )
             )
+
+
+def _ended(job: str, reason: str) -> str:
+    """What has ended a configuration before its last step."""
+    if reason == ExitReason.STOPPED:
+        return f"Configuration {job} was stopped by a user"
+    return f"Configuration {job} stopped early: {reason}"
 
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import HTMLResponse
+from sqlalchemy import select
 from starlette.responses import Response
 
 from alto.export import gantt_figure
 from alto.records import Placement
 from alto.runs.queue_history import TaskHistory, TaskStage
 from alto.service.access import Caller
-from alto.service.api.cluster import ClusterView, is_measured
+from alto.service.api.cluster import ClusterView, is_measured, job_of
 from alto.service.context import Service, ServiceOf
 from alto.service.dashboard.rendering import PageRoute, live_answer, page
+from alto.service.store.tables import JobRow
 from alto.service.web.access import Reader
 
 __all__ = ["router"]
@@ -49,20 +51,60 @@ def _context(service: Service, caller: Caller) -> dict[str, Any]:
         (history.worked_s(start), end - start) for start, end in history.interruptions if end - start >= _LEAST_GAP_S
     ]
     planned, actual = _named(view, view.planned()), _named(view, view.actual())
-    waiting = [task for task in view.tasks if task.state is TaskStage.WAITING]
     running = [task for task in view.tasks if task.state is TaskStage.RUNNING]
-    ended = [task for task in reversed(view.tasks) if task.state not in (TaskStage.WAITING, TaskStage.RUNNING)]
+    tasks = _tasks(service, view)
+    ordered: dict[str, list[_ShownTask]] = {"running": [], "waiting": [], "paused": [], "ended": []}
+    for task in tasks:
+        ordered[task.state if task.state in ordered else "ended"].append(task)
     # Of those that wait, the next one first, as far as plans say; estimates of when it begins are in the figure.
-    waiting.sort(key=lambda task: (-task.priority, task.first_plan.start_s if task.first_plan else 0.0))
+    ordered["waiting"].sort(key=lambda task: (-task.last.priority, task.planned_start_s or 0.0))
+    ordered["ended"].reverse()
     return {
         "history": history,
         "device": "GPU" if history.has_gpus else "CPU slot",
         "busy": _busy(running),
-        "num_running": len(running),
-        "num_waiting": len(waiting),
-        "lines": [_line(view, task) for task in (*running, *waiting, *ended)],
+        "num_running": len(ordered["running"]),
+        "num_waiting": len(ordered["waiting"]),
+        "lines": [_line(view, task) for group in ordered.values() for task in group],
         "gantt": gantt_figure(planned, actual, history.nodes, gaps=gaps) if planned or actual else None,
     }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ShownTask:
+    """A task with all that the control plane had of it: once at first, and once whenever it was resumed.
+
+    Attributes:
+        parts: Of the control plane's journal, oldest first.
+        state: Of the task; ``paused`` is not a state of the control plane, which knows such tasks as cancelled.
+    """
+
+    parts: list[TaskHistory]
+    state: str
+
+    @property
+    def last(self) -> TaskHistory:
+        return self.parts[-1]
+
+    @property
+    def planned_start_s(self) -> float | None:
+        return next((part.first_plan.start_s for part in self.parts if part.first_plan is not None), None)
+
+
+def _tasks(service: Service, view: ClusterView) -> list[_ShownTask]:
+    parts: dict[str, list[TaskHistory]] = {}
+    for task in view.tasks:
+        parts.setdefault(job_of(task.task), []).append(task)
+    with service.store.reading() as session:
+        found = session.execute(select(JobRow.id, JobRow.status).where(JobRow.id.in_(list(parts))))
+        statuses = dict(found.all())
+    return [_ShownTask(parts=each, state=_state(each[-1], statuses.get(job, ""))) for job, each in parts.items()]
+
+
+def _state(task: TaskHistory, status: str) -> str:
+    if task.state is not TaskStage.CANCELLED or not status:
+        return task.state.value
+    return TaskStage.WAITING.value if status in ("queued", "running") else status  # resumed a moment ago
 
 
 def _named(view: ClusterView, placements: list[Placement]) -> list[Placement]:
@@ -78,20 +120,21 @@ def _busy(running: list[TaskHistory]) -> dict[str, int]:
     return counts
 
 
-def _line(view: ClusterView, task: TaskHistory) -> dict[str, Any]:
-    name = view.shown_name(task.task)
-    history = view.history
-    plan = task.first_plan if is_measured(task) else None
+def _line(view: ClusterView, task: _ShownTask) -> dict[str, Any]:
+    last, history = task.last, view.history
+    name = view.shown_name(last.task)
+    attempts = [attempt for part in task.parts for attempt in part.attempts]
+    now = history.last_seen_at or 0.0
     return {
         "name": name,
-        "is_own": task.task.partition(".")[0] == name,
-        "state": task.state.value,
-        "num_gpus": task.num_gpus,
-        "priority": task.priority,
-        "planned_start_s": None if plan is None else plan.start_s,
-        "start_s": history.worked_s(task.attempts[0].start) if task.attempts else None,
-        "expected_s": task.duration_s if is_measured(task) else None,
-        "spent_s": task.spent_s(history.last_seen_at or 0.0) if task.attempts else None,
+        "is_own": job_of(last.task) == name,
+        "state": task.state,
+        "num_gpus": last.num_gpus,
+        "priority": last.priority,
+        "planned_start_s": task.planned_start_s if is_measured(last) else None,
+        "start_s": history.worked_s(attempts[0].start) if attempts else None,
+        "expected_s": last.duration_s if is_measured(last) else None,
+        "spent_s": sum(attempt.duration_s(now) for attempt in attempts) if attempts else None,
     }
 
 

@@ -23,7 +23,7 @@ from alto.service.dashboard.assets import asset_url
 from alto.service.errors import ApiError
 from alto.service.web.access import COOKIE
 
-__all__ = ["PageRoute", "live_answer", "local_path", "page"]
+__all__ = ["PageRoute", "error_page", "live_answer", "local_path", "page"]
 
 _HEADERS = {
     # plotly.js places its drawings by style attributes; scripts are files of this server, none is inline.
@@ -33,6 +33,9 @@ _HEADERS = {
     ),
     "Cache-Control": "no-store",
 }
+
+
+_MOST_ID_CHARS = 8
 
 
 def page(
@@ -92,16 +95,23 @@ class PageRoute(APIRoute):
             try:
                 return await answer(request)
             except ApiError as error:
-                if error.status == 401:
-                    return _to_login(request)
-                return _error_page(request, error.status, error.message, error.headers)
+                return error_page(request, error)
             except RequestValidationError as error:
                 first = error.errors()[0]
-                return _error_page(request, 400, f"{first['loc'][-1]}: {first['msg']}")
+                return error_page(request, ApiError(400, f"{first['loc'][-1]}: {first['msg']}"))
             except AltoError as error:
-                return _error_page(request, 500, str(error))
+                return error_page(request, ApiError(500, str(error)))
 
         return shown
+
+
+def error_page(request: Request, error: ApiError) -> Response:
+    """The page of an error; the way to the login where a key is missing."""
+    if error.status == 401 and request.method == "GET":
+        return _to_login(request)
+    found = page(request, "error.html.jinja", status=error.status, error_status=error.status, message=error.message)
+    found.headers.update(error.headers)
+    return found
 
 
 def local_path(path: str) -> str:
@@ -119,14 +129,14 @@ def _to_login(request: Request) -> Response:
     )
 
 
-def _error_page(request: Request, status: int, message: str, headers: dict[str, str] | None = None) -> Response:
-    found = page(request, "error.html.jinja", status=status, error_status=status, message=message)
-    found.headers.update(headers or {})
-    return found
-
-
 def _time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, tz=UTC).strftime("%d %b %Y, %H:%M UTC")
+
+
+def _short_id(name: str) -> str:
+    """An id in a table: its first characters, where it is long; the whole one is in the link and its title."""
+    kind, dash, rest = name.partition("-")
+    return name if len(rest) <= _MOST_ID_CHARS else f"{kind}{dash}{rest[:_MOST_ID_CHARS]}…"
 
 
 def _iso(seconds: float) -> str:
@@ -137,5 +147,5 @@ def _iso(seconds: float) -> str:
 def _environment() -> Environment:
     environment = page_environment("alto.service.dashboard")
     environment.globals["asset_url"] = asset_url
-    environment.filters |= {"time": _time, "iso": _iso}
+    environment.filters |= {"time": _time, "iso": _iso, "short_id": _short_id}
     return environment

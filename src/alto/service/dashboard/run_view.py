@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from alto.errors import RunError
 from alto.export import JobTable, RunFigures, job_table, run_figures
+from alto.records import ExitReason
 from alto.runs import RunHistory
 from alto.runs.device_hours import DeviceHours, device_hours, price_of_hour
+from alto.runs.job_history import Stage
 from alto.service.api.tasks import history_of
 from alto.service.context import Service
+from alto.service.savings import Savings, savings_of
 from alto.service.store.tables import JobRow
 
 __all__ = ["RunView", "TaskLine", "line_of", "run_view"]
+
+_ENDS = {"failed": ExitReason.FAILED, "cancelled": ExitReason.STOPPED}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,9 +52,19 @@ class TaskLine:
         return self.row.suffix or self.row.id
 
     @property
+    def has_suffix(self) -> bool:
+        """Whether its user gave it a name."""
+        return bool(self.row.suffix)
+
+    @property
     def share_done(self) -> float:
         """In [0, 1]."""
         return 1.0 if self.row.status == "succeeded" else self.history.decided_share
+
+    @property
+    def savings(self) -> Savings:
+        """Of early exit."""
+        return savings_of(self.history, self.row.status)
 
     @property
     def num_ended(self) -> int:
@@ -72,14 +88,28 @@ def line_of(service: Service, row: JobRow) -> TaskLine:
     return TaskLine(row=row, history=history, hours=hours)
 
 
-def run_view(history: RunHistory) -> RunView:
-    """The table and the figures of ``history``."""
-    return _kept_view(history) if history.jobs else _new_view(history)
+def run_view(history: RunHistory, status: str) -> RunView:
+    """The table and the figures of ``history``, the run of a task that is ``status``."""
+    return _kept_view(history, status) if history.jobs else _new_view(history, status)
 
 
-def _new_view(history: RunHistory) -> RunView:
-    table = job_table(history)
-    return RunView(table=table, figures=run_figures(history, table))
+def _new_view(history: RunHistory, status: str) -> RunView:
+    shown = _closed(history, status)
+    table = job_table(shown)
+    return RunView(table=table, figures=run_figures(shown, table))
+
+
+def _closed(history: RunHistory, status: str) -> RunHistory:
+    """A history in which the jobs of a task that failed or was cancelled have ended: its journal does not say so."""
+    reason = _ENDS.get(status)
+    if reason is None:
+        return history
+    shown = copy.copy(history)
+    shown.jobs = {
+        name: job if job.has_ended else replace(job, stage=Stage.EXITED, exit_reason=reason)
+        for name, job in history.jobs.items()
+    }
+    return shown
 
 
 _kept_view = functools.lru_cache(maxsize=16)(_new_view)

@@ -7,17 +7,17 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import HTMLResponse
 from sqlalchemy import select
+from sqlalchemy.orm import Session
 from starlette.responses import Response
 
 from alto.export import describe_task, loss_unit, run_notes
-from alto.runs.progress import time_saved_s
 from alto.service.access import Caller
 from alto.service.context import Service, ServiceOf
 from alto.service.dashboard.rendering import PageRoute, live_answer, page
 from alto.service.dashboard.run_view import line_of, run_view
 from alto.service.store.jobs import OPEN, find_job
 from alto.service.store.paging import page_of
-from alto.service.store.tables import FileRow, JobEvent
+from alto.service.store.tables import FileRow, JobEvent, JobRow, ModelRow
 from alto.service.web.access import Reader
 
 __all__ = ["router"]
@@ -67,25 +67,35 @@ def _context(service: Service, caller: Caller, task: str) -> dict[str, Any]:
             )
         )
         files = dict(names.all())
+        outputs = _outputs(session, row)
     line = line_of(service, row)
     history = line.history
     return {
         "line": line,
         "row": row,
         "history": history,
-        "view": run_view(history),
+        "view": run_view(history, row.status),
         "hours": line.hours,
         "files": files,
+        **outputs,
         "events": events,
         "has_more_events": has_more,
         # Uploaded rows have their own names; a run knows them by that of its copy.
         "subtitle": [part for part in describe_task(history.started) if not part.endswith("training.jsonl")],
         "notes": run_notes(history),
         "loss_unit": loss_unit(history.method),
-        "time_saved_s": time_saved_s(history),
         "can_write": "write" in caller.scopes,
         "takes_commands": row.status in OPEN and row.run_dir is not None and row.status != "validating_files",
     }
+
+
+def _outputs(session: Session, row: JobRow) -> dict[str, Any]:
+    """What the task has returned and nobody has deleted since."""
+    kept = select(FileRow.id).where(
+        FileRow.id.in_((row.result or {}).get("result_files", [])), FileRow.deleted_at.is_(None)
+    )
+    model = select(ModelRow.id).where(ModelRow.id == row.fine_tuned_model, ModelRow.deleted_at.is_(None))
+    return {"result_files": list(session.scalars(kept)), "has_model": session.scalar(model) is not None}
 
 
 router.include_router(_pages)

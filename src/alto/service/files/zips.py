@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from alto.service.files.artefacts import Artefacts, chunks_of
 
@@ -32,8 +32,14 @@ class _Sink(io.RawIOBase):
         return found
 
 
-def zip_chunks(artefacts: Artefacts, folder: str, names: Iterable[str]) -> Iterator[bytes]:
+def zip_chunks(artefacts: Artefacts, folder: str, names: Iterable[str], texts: Mapping[str, bytes]) -> Iterator[bytes]:
     """A zip file of contents below ``folder``, in pieces; they are stored as they are, for weights do not shrink.
+
+    Args:
+        artefacts: Where they are kept.
+        folder: Of all contents.
+        names: Of the contents, relative to it.
+        texts: By name, what the zip file holds in place of what is kept.
 
     Raises:
         FileNotFoundError: One is not there.
@@ -43,7 +49,8 @@ def zip_chunks(artefacts: Artefacts, folder: str, names: Iterable[str]) -> Itera
         for name in names:
             # Sizes are not known before: without 64 bits a file could have no more than 2 GiB.
             with archive.open(zipfile.ZipInfo(name), "w", force_zip64=True) as entry:
-                for chunk in chunks_of(artefacts.open(f"{folder}/{name}")):
+                kept = io.BytesIO(texts[name]) if name in texts else artefacts.open(f"{folder}/{name}")
+                for chunk in chunks_of(kept):
                     entry.write(chunk)
                     yield sink.empty()
     yield sink.empty()

@@ -6,7 +6,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -94,6 +94,9 @@ class RequestIds:
 
         try:
             await self._app(scope, receive, named_send)
+        except Exception:
+            status = status or 500  # it is answered outside of this
+            raise
         finally:
             route = _label_of(scope)
             duration_s = time.monotonic() - began
@@ -123,8 +126,9 @@ def _label_of(scope: Scope) -> str:
     return path if path.startswith(prefix) or prefix not in ("/v1", "/api") else prefix + path
 
 
-def add_error_answers(app: FastAPI) -> None:
-    """Have every error of ``app`` answered in OpenAI's form."""
+def add_error_answers(app: FastAPI, error_page: Callable[[Request, ApiError], Response]) -> None:
+    """Have every error of ``app`` answered in OpenAI's form, or with ``error_page`` where a browser asks for a page."""
+    app.state.error_page = error_page
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http_error)
@@ -136,56 +140,62 @@ def add_error_answers(app: FastAPI) -> None:
     app.add_exception_handler(Exception, _on_error)
 
 
-def _answer(error: ApiError) -> Response:
+def _answer(request: Request, error: ApiError) -> Response:
+    if "text/html" in request.headers.get("accept", ""):
+        found: Response = request.app.state.error_page(request, error)
+        return found
     return JSONResponse(error.body(), status_code=error.status, headers=error.headers)
 
 
-def _on_api_error(_: Request, error: Exception) -> Response:
+def _on_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return _answer(error)
+    return _answer(request, error)
 
 
-def _on_invalid(_: Request, error: Exception) -> Response:
+def _on_invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"] if part not in ("body", "query", "path", "header"))
     where = where[:_MOST_WHERE_CHARS]
-    return _answer(ApiError(400, f"{where or 'body'}: {first['msg']}", param=where or None, code="invalid_value"))
+    message = f"{where or 'body'}: {first['msg']}"
+    return _answer(request, ApiError(400, message, param=where or None, code="invalid_value"))
 
 
-def _on_http_error(_: Request, error: Exception) -> Response:
+def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code = {404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code)
-    return _answer(ApiError(error.status_code, str(error.detail), code=code, headers=error.headers))
+    return _answer(request, ApiError(error.status_code, str(error.detail), code=code, headers=error.headers))
 
 
-def _on_alto_error(_: Request, error: Exception) -> Response:
-    return _answer(ApiError(400, str(error), code="invalid_value"))
+def _on_alto_error(request: Request, error: Exception) -> Response:
+    return _answer(request, ApiError(400, str(error), code="invalid_value"))
 
 
 def _on_database_error(request: Request, error: Exception) -> Response:
     _LOG.error("the database refused a transaction", extra={"request_id": _id_of(request)}, exc_info=error)
     return _answer(
+        request,
         ApiError(
             503,
             "expected a database that can be written, found one that is busy, full or gone; nothing was changed, try "
             "again",
             code="database_unavailable",
             headers={"Retry-After": "2"},
-        )
+        ),
     )
 
 
 def _on_storage_error(request: Request, error: Exception) -> Response:
     _LOG.error("a disk or the store of artefacts refused", extra={"request_id": _id_of(request)}, exc_info=error)
     return _answer(
+        request,
         ApiError(
             503,
             "expected files that can be read and written, found a disk or a store of artefacts that is full or gone; "
             "try again",
             code="storage_unavailable",
             headers={"Retry-After": "10"},
-        )
+        ),
     )
 
 
@@ -195,7 +205,7 @@ def _on_error(request: Request, error: Exception) -> Response:
     # Its answer is sent from outside of `RequestIds`.
     headers = {key.decode(): value.decode() for key, value in _headers_of(_id_of(request))}
     headers["connection"] = "close"  # as the server does after an exception
-    return _answer(ApiError(500, message, code="internal_error", headers=headers))
+    return _answer(request, ApiError(500, message, code="internal_error", headers=headers))
 
 
 def _headers_of(name: str) -> list[tuple[bytes, bytes]]:

@@ -170,7 +170,7 @@
     try {
       const found = await ask(address + "/" + action, { body: body || {} });
       if (found.done) asked.delete(job);
-      tell(job + ": " + found.message);
+      tell(found.done ? found.message : job + ": " + found.message);
     } catch (error) {
       asked.delete(job);
       tell(error.message, true);

@@ -1,0 +1,115 @@
+"""How a service starts, what it logs and counts, and its keys on the command line."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import time
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import pytest
+from services import served
+from typer.testing import CliRunner
+
+from alto.cli.app import app
+from alto.errors import ServiceError
+from alto.service.logs import configure_logs
+from alto.service.serve import listening, serve
+from alto.service.settings import ServiceSettings
+from alto.service.store.tables import LeaderRow
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    """A port that another program listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        yield other.getsockname()[1]
+
+
+@pytest.fixture
+def loggers() -> Iterator[None]:
+    """Loggers are afterwards what they were before."""
+    found = [logging.getLogger(name) for name in ("", "alto.service", "uvicorn.error")]
+    before = [(logger.handlers, logger.propagate, logger.level) for logger in found]
+    yield
+    for logger, (handlers, propagate, level) in zip(found, before, strict=True):
+        logger.handlers, logger.propagate = handlers, propagate
+        logger.setLevel(level)
+
+
+def test_a_port_in_use_is_said_before_anything_leads(tmp_path: Path, taken: int, loggers: None) -> None:
+    settings = ServiceSettings(data_dir=str(tmp_path), port=taken)
+    with pytest.raises(ServiceError, match=f"listens on {taken} of 127.0.0.1; choose another port"):
+        serve(settings)
+    with served(tmp_path) as service, service.service.store.reading() as session:
+        leader = session.get(LeaderRow, 1)
+        assert leader is None or leader.epoch == 0, "no coordinator has begun"
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])
+def test_an_address_of_another_machine_is_refused(host: str) -> None:
+    settings = ServiceSettings(host=host, port=0)
+    with pytest.raises(ServiceError, match="host: expected an address of this machine, found"), listening(settings):
+        pass
+
+
+def test_all_addresses_of_a_name_have_one_port() -> None:
+    with listening(ServiceSettings(host="localhost", port=0)) as sockets:
+        assert len({each.getsockname()[1] for each in sockets}) == 1
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_warnings_of_other_packages_are_lines_of_the_log(
+    capsys: pytest.CaptureFixture[str], loggers: None, *, as_json: bool
+) -> None:
+    configure_logs(as_json=as_json)
+    logging.getLogger("python_multipart.multipart").warning("Expected boundary character %d", 45)
+    logging.getLogger("python_multipart.multipart").info("parsed")
+    (line,) = capsys.readouterr().err.splitlines()
+    if as_json:
+        found = json.loads(line)
+        assert (found["level"], found["message"]) == ("warning", "Expected boundary character 45")
+    else:
+        assert line.endswith("warning Expected boundary character 45")
+
+
+def test_a_request_that_fails_is_counted_as_500(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("of the test")
+
+    monkeypatch.setattr("alto.service.api.cluster.ClusterView.read", fail)
+    with served(tmp_path) as service:
+        assert httpx2.get(f"{service.url}/api/cluster").status_code == 500
+        counts = [
+            line for line in httpx2.get(f"{service.url}/metrics").text.splitlines() if 'route="/api/cluster"' in line
+        ]
+    assert any('status="500"' in line for line in counts)
+    assert not any('status="0"' in line for line in counts)
+
+
+def keys(root: Path, *arguments: str) -> str:
+    answer = CliRunner().invoke(app, ["keys", *arguments, "--data-dir", str(root)])
+    assert answer.exit_code == 0, answer.output
+    return answer.output
+
+
+def test_keys_are_listed_with_their_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert keys(tmp_path, "list") == "There are no keys; make one with: alto keys create TENANT\n"
+    assert keys(tmp_path, "list", "--tenant", "a").endswith("keys of a; make one with: alto keys create a\n")
+    for lasting in ("30s", "45m", "2h"):
+        keys(tmp_path, "create", "a", "--expires", lasting)
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 3000)
+    states = [line.split("  ")[2].split()[:2] for line in keys(tmp_path, "list").splitlines()]
+    assert sorted(states) == [["expired", "since"], ["expired", "since"], ["valid", "until"]]
+
+
+def test_merged_weights_need_nothing_beside_the_extra() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert any(each.startswith("peft") for each in extras["service"])
