@@ -18,6 +18,7 @@ from alto.service.ids import new_id, now
 from alto.service.models import fine_tuned_name
 from alto.service.openai.files import RESULTS, artefact_of
 from alto.service.openai.translation import multiplier_of
+from alto.service.savings import savings_of
 from alto.service.store.events import add_event
 from alto.service.store.tables import FileRow, JobRow, ModelRow
 
@@ -73,6 +74,7 @@ def publish(service: Service, job: JobRow) -> Publication:
     )
     best = next(found for found in result.job_results if found.job == result.best_job)
     history = result.history
+    saved = savings_of(history, "succeeded").share
     facts = {
         "job": result.best_job,
         "best_step": best.best_step,
@@ -81,11 +83,11 @@ def publish(service: Service, job: JobRow) -> Publication:
         "configurations": len(result.job_results),
         "samples_trained": history.samples_trained,
         "samples_budgeted": history.samples_budgeted,
-        "saved_share": round(history.saved_share, 4),
+        "saved_share": round(saved, 4),
     }
     message = (
         f"Best of {len(result.job_results)} configurations: {result.best_job}, validation loss "
-        f"{result.best_validation_loss:.4f}; early exit saved {history.saved_share:.0%} of the training"
+        f"{result.best_validation_loss:.4f}; early exit saved {saved:.0%} of the training"
     )
     return Publication(
         model=model,
