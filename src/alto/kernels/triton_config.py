@@ -101,8 +101,9 @@ def shrink_config(num_narrow: int, wide: torch.dtype, bank: torch.dtype) -> Kern
     """
     tile = _tile(num_narrow, wide, bank)
     block_w, num_stages = (64, 3) if _multiplies_16_bits(wide, bank) else (32, 4)
-    # Three-pass products keep two parts of every factor in registers, more than four warps have.
-    num_warps = 8 if tile == 256 or wide.itemsize > 2 else 4
+    # Three-pass products keep two parts of every factor in registers, more than four warps have; the largest tile has
+    # more sums than the registers of eight.
+    num_warps = 16 if tile == 256 else 8 if wide.itemsize > 2 else 4
     return _product(tile, BLOCK_TOKENS, block_w, wide, bank, num_warps=num_warps, num_stages=num_stages, SPLIT=SPLIT)
 
 
@@ -133,6 +134,8 @@ def dy_config(num_narrow: int, wide: torch.dtype, bank: torch.dtype) -> KernelCo
     # Wider tiles leave no registers for more than 64 rows.
     block_t = 128 if is_16_bits and tile < 128 else BLOCK_TOKENS
     block_w, gradient_t, num_stages = (64, 64, 3) if is_16_bits else (32, 32, 4)
+    if wide.itemsize == 4:
+        num_stages = 2  # more stages leave too few registers to Triton 3.6 on Blackwell
     return _product(
         *(tile, block_t, block_w, wide, bank),
         num_warps=8,
