@@ -23,7 +23,7 @@ from alto.runs import RunDir, has_result
 from alto.runs.progress import outlook
 from alto.service.context import Service
 from alto.service.coordinator.durations import remember_duration
-from alto.service.coordinator.faults import is_of_service, is_of_storage, told
+from alto.service.coordinator.faults import code_of, is_of_service, is_of_storage
 from alto.service.coordinator.housekeeping import keep_house
 from alto.service.coordinator.leadership import PATIENCE_S, Leadership, LostLeadershipError
 from alto.service.coordinator.projection import Projection
@@ -363,7 +363,7 @@ class Coordinator:
                 _LOG.error("job %s fails by an error that was not expected", job.id, exc_info=error)
                 self._fail(job, "internal_error", None, "the service failed to work on it; its log has the cause")
                 return
-            self._fail(job, *told(error, code), error)
+            self._fail(job, *code_of(error, code), error)
 
     def _delay(self, job: JobRow, error: Exception) -> None:
         """Have ``job`` wait for a disk or the store of artefacts; its user and the log are told once."""

@@ -9,7 +9,7 @@ from alto.errors import AltoError, DataError, ModelError, RunWriteError
 from alto.service.coordinator.leadership import LostLeadershipError
 from alto.service.errors import ApiError
 
-__all__ = ["is_of_service", "is_of_storage", "told"]
+__all__ = ["code_of", "is_of_service", "is_of_storage"]
 
 
 def is_of_service(error: Exception) -> bool:
@@ -17,7 +17,7 @@ def is_of_service(error: Exception) -> bool:
     return isinstance(error, LostLeadershipError | OperationalError | InterfaceError | PoolTimeoutError)
 
 
-def told(error: Exception, code: str) -> tuple[str, str | None]:
+def code_of(error: Exception, code: str) -> tuple[str, str | None]:
     """The code and the parameter of a job's error: ``code`` where neither its rows nor its model are the cause."""
     match error:
         case DataError():
