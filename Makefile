@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH_VERSION ?= 2.13.0
-PYTEST_WORKERS ?= 3
+PYTEST_WORKERS ?= 4
 BENCH_OUT ?= benchmarks/results
 
 .DELETE_ON_ERROR:
@@ -30,7 +30,7 @@ preferences: $(VENV)/.base $(PREFERENCES) ## Set up, then tune 12 configurations
 	$(BIN)/alto tune examples/preferences.yaml
 
 .PHONY: test test-all
-# One thread a worker: torch would otherwise give every worker all cores. Tests that start processes wait for them: three
+# One thread a worker: torch would otherwise give every worker all cores. Tests that start processes wait for them: four
 # workers keep two cores busy. A worker keeps to files as long as it can, so that what the tests of a file share is made
 # once.
 test test-all: export OMP_NUM_THREADS = 1

@@ -197,7 +197,7 @@ EXPECTED: dict[str, tuple[str, dict[str, tuple[str, str]]]] = {
             "flash_attn": ("not needed", _KERNELS),
             "enable_liger_kernel": ("not needed", _KERNELS),
             "tokenized_path": ("not needed", "rows are tokenised once"),
-            "output_dir": ("not needed", "'alto tune --output-dir'"),
+            "output_dir": ("not needed", "'alto tune' takes it as --output-dir"),
             "save_total_limit": ("not needed", "the best and the last checkpoint"),
             "ray_run_name": ("not needed", _PROCESSES),
             "ray_num_workers": ("not needed", _PROCESSES),
