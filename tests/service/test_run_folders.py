@@ -60,6 +60,26 @@ def test_rows_and_checkpoints_of_ended_jobs_are_removed(tmp_path: Path, monkeypa
         assert httpx2.get(f"{it.url}/api/tasks/{job}/report").status_code == 200
 
 
+def test_files_that_cannot_be_removed_stop_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinating, "_HOUSEKEEPING_S", 0.0)
+    tries = []
+
+    def refuse(*_: object) -> None:
+        tries.append(1)
+        raise PermissionError("not removable")
+
+    monkeypatch.setattr(coordinating, "clear_ended_runs", refuse)
+    gate = tmp_path / "go"
+    plane = simulated_plane(tmp_path, lambda: SimulatedCluster(duration_s=0.1, waits_for=gate))
+    with served(tmp_path, open_plane=plane) as service:
+        job = create(service, client := service.client())
+        wait_for(lambda: client.fine_tuning.jobs.retrieve(job).status == "running" and len(tries) > 3)
+        gate.touch()
+        assert service.finished(client, job).status == "succeeded"
+        journal = (tmp_path / "runs" / "default" / job / "journal.jsonl").read_text()
+        assert "task_resumed" not in journal, "its executor went on"
+
+
 def test_what_an_executor_may_still_write_is_not_removed(tmp_path: Path) -> None:
     with served(tmp_path, open_plane=simulated_plane(tmp_path, lambda: SimulatedCluster(duration_s=0.1))) as service:
         job = create(service, client := service.client())

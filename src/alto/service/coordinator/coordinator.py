@@ -110,7 +110,10 @@ class Coordinator:
             except Exception as error:
                 # Whatever it is, nothing is lost: the next turn begins with what is in the database.
                 self.failure = error
-                _LOG.error("the coordinator begins again after an error", exc_info=error)
+                if is_of_service(error):
+                    _LOG.warning("nobody can lead: %s", str(error).partition("\n")[0])
+                else:
+                    _LOG.error("the coordinator begins again after an error", exc_info=error)
             self._is_stopping.wait(_RETRY_S)
         with contextlib.suppress(SQLAlchemyError):
             self._leadership.release()
@@ -170,8 +173,15 @@ class Coordinator:
         if time.monotonic() - self._house_at > _HOUSEKEEPING_S:
             self._house_at = time.monotonic()
             self._limit_tenants(plane)
+            self._clean()
+
+    def _clean(self) -> None:
+        """Remove what nobody needs any more; what a disk refuses to remove now is removed the next time."""
+        try:
             keep_house(self._service)
             clear_ended_runs(self._service, self._live)
+        except OSError as error:
+            _LOG.warning("files that nobody needs cannot be removed: %s", error)
 
     def _limit_tenants(self, plane: ControlPlane) -> None:
         with self._service.store.reading() as session:
