@@ -71,7 +71,7 @@ bench-smoke: $(VENV)/.bench ## Set up, then run every benchmark at its smallest 
 	done
 
 .PHONY: bench-paper
-bench-paper: $(VENV)/.bench ## Set up, then measure the paper's tables and figures (about 100 minutes; goes on where it was killed)
+bench-paper: $(VENV)/.bench ## Set up, then measure the paper's tables and figures (resumes where it was killed)
 	$(BIN)/python -m benchmarks.paper all --scale cpu
 	$(BIN)/python tools/make_paper_docs.py
 

@@ -37,6 +37,7 @@ __all__ = [
     "goal_reached",
     "machine_info",
     "package_versions",
+    "provenance",
     "publish",
     "source_digest",
     "spread",
@@ -253,6 +254,18 @@ def command_line() -> str:
     """How this process was started, with paths relative to the repository where they lie in it."""
     _, *arguments = sys.orig_argv
     return shlex.join(["python", *map(_relative, arguments)])
+
+
+def provenance(result: Mapping[str, Any]) -> list[str]:
+    """Where the figures of a result file come from, and its notes, as the items of a list in Markdown."""
+    machine = ", ".join(f"{key} {value}" for key, value in result["machine"].items())
+    versions = ", ".join(f"{key} {value}" for key, value in result["versions"].items())
+    return [
+        f"- `{result['command']}`, commit {result['commit']}, {result['date']}, gate {result['gate']}",
+        f"- {machine}",
+        f"- {versions}",
+        *(f"- {note}" for note in result["notes"]),
+    ]
 
 
 def commit_id(root: Path = ROOT) -> str:

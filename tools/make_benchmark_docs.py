@@ -8,11 +8,15 @@ A figure stands in the page only because it stands in a result file; ``benchmark
 from __future__ import annotations
 
 import json
-import operator
+import sys
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.common import goal_reached, provenance  # noqa: E402
+
 RESULTS = ROOT / "benchmarks" / "results"
 NOTES = ROOT / "benchmarks" / "notes"
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -35,8 +39,6 @@ TOPICS = {
     "templates": ("Trained tokens under chat templates, beside TRL", ("cpu",)),
 }
 """Topics in the order of the page: title, and the scales it can be measured at."""
-
-_COMPARE = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
 
 INTRODUCTION = """# Benchmarks
 
@@ -69,15 +71,7 @@ def scale_section(topic: str, scale: str) -> str:
     goals = result["goals"]
     for name in [*goals, *(name for name in result["figures"] if name not in goals)]:
         lines.append(_figure_line(name, result["figures"].get(name), goals.get(name)))
-    machine = ", ".join(f"{key} {value}" for key, value in result["machine"].items())
-    versions = ", ".join(f"{key} {value}" for key, value in result["versions"].items())
-    facts = [
-        f"- `{result['command']}`, commit {result['commit']}, {result['date']}, gate {result['gate']}",
-        f"- {machine}",
-        f"- {versions}",
-        *(f"- {note}" for note in result.get("notes", [])),
-    ]
-    return heading + "\n".join([*lines, "", *facts, ""])
+    return heading + "\n".join([*lines, "", *provenance(result), ""])
 
 
 def _figure_line(name: str, value: float | None, goal: Any) -> str:
@@ -85,7 +79,7 @@ def _figure_line(name: str, value: float | None, goal: Any) -> str:
     if goal is None:
         return f"| {name} | {shown} | | |"
     relation, bound = goal
-    reached = value is not None and _COMPARE[relation](value, bound)
+    reached = value is not None and goal_reached(value, goal)
     return f"| **{name}** | **{shown}** | {relation} {bound:g} | {'reached' if reached else 'missed'} |"
 
 

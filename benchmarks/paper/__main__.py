@@ -5,7 +5,7 @@
     python -m benchmarks.paper all --scale cpu
 
 Of several names, what is measured already stays, if it is of the same source, machine and packages: a command that was
-killed goes on where it was.
+killed resumes where it was.
 """
 
 from __future__ import annotations

@@ -91,17 +91,19 @@ def sensitivity(recordings: Recordings) -> Found:
                 "best": finite[0],
                 "median": statistics.median(finite),
                 "worst": finite[-1],
-                "median_gain_share": (base - statistics.median(finite)) / (base - finite[0]),
+                "median_improvement_share": (base - statistics.median(finite)) / (base - finite[0]),
                 "losses": finite,
             }
         )
     return Found(
         figures={
-            "median_gain_share": statistics.fmean(row["median_gain_share"] for row in rows),
-            "median_gain_share_lowest": min(row["median_gain_share"] for row in rows),
+            "median_improvement_share": statistics.fmean(row["median_improvement_share"] for row in rows),
+            "median_improvement_share_lowest": min(row["median_improvement_share"] for row in rows),
         },
         rows=rows,
-        notes=["The gain of a configuration is what its best validation loss lies below that of the frozen base."],
+        notes=[
+            "The improvement of a configuration is how far its best validation loss lies below that of the frozen base."
+        ],
     )
 
 
@@ -109,10 +111,10 @@ def draw_sensitivity(found: Found, axes: Sequence[Axes]) -> None:
     (axis,) = axes
     for number, row in enumerate(found.rows):
         shares = [(row["base"] - loss) / (row["base"] - row["best"]) for loss in row["losses"]]
-        # Far below, all that matters is that there is one.
+        # How far a configuration lies below -50 % does not matter.
         axis.plot([100 * max(-0.5, share) for share in shares], [number] * len(shares), "|", markersize=11)
     axis.set_yticks(range(len(found.rows)), [row["recording"] for row in found.rows])
-    axis.set_xlabel("gain, % of the best configuration's")
+    axis.set_xlabel("improvement, % of the best configuration's")
 
 
 def start_of(recording: Recording) -> float:
@@ -151,7 +153,11 @@ def _best(row: Mapping[str, Any]) -> float:
 
 
 def draw_batch_size(found: Found, axes: Sequence[Axes]) -> None:
-    (axis,) = axes
+    _draw_regret_by_batch_size(found, axes[0], "best loss / best of the sweep")
+
+
+def _draw_regret_by_batch_size(found: Found, axis: Axes, label: str) -> None:
+    """A line for every recording that has several batch sizes."""
     for name in dict.fromkeys(row["recording"] for row in found.rows):
         of = [row for row in found.rows if row["recording"] == name]
         if len(of) > 1:
@@ -159,7 +165,7 @@ def draw_batch_size(found: Found, axes: Sequence[Axes]) -> None:
     axis.set_xscale("log", base=2)
     axis.set_xticks(sizes := sorted({row["batch_size"] for row in found.rows}), [str(size) for size in sizes])
     axis.set_xlabel("batch size")
-    axis.set_ylabel("best loss / best of the sweep")
+    axis.set_ylabel(label)
     axis.legend(fontsize=8, frameon=False)
 
 
@@ -170,14 +176,14 @@ def patterns(recordings: Recordings) -> Found:
     """Which jobs Algorithm 1 ends, and by which pattern; and the curves of one job of each."""
     rows: list[dict[str, Any]] = []
     shares: dict[str, list[float]] = {pattern: [] for pattern in PATTERNS}
+    exits = {name: replayed(recording, PAPER).exits for name, recording in recordings.items()}
     for name, recording in recordings.items():
-        result = replayed(recording, PAPER)
-        counts = Counter(reason for reason, _ in result.exits.values())
+        counts = Counter(reason for reason, _ in exits[name].values())
         for pattern in PATTERNS:
             shares[pattern].append(counts[pattern] / len(recording.jobs))
         rows.append({"recording": name, "jobs": len(recording.jobs), **{key: counts[key] for key in PATTERNS}})
     for pattern in PATTERNS:
-        if (example := _example(recordings, pattern)) is not None:
+        if (example := _example(recordings, exits, pattern)) is not None:
             rows.append({"pattern": pattern, **example})
     return Found(
         figures={f"{pattern}_share": statistics.fmean(values) for pattern, values in shares.items()},
@@ -189,13 +195,15 @@ def patterns(recordings: Recordings) -> Found:
     )
 
 
-def _example(recordings: Recordings, pattern: str) -> dict[str, Any] | None:
+def _example(
+    recordings: Recordings, exits: Mapping[str, Mapping[str, tuple[str, int]]], pattern: str
+) -> dict[str, Any] | None:
     """The curves of the job of a pattern that lost most after its exit, as a share of its loss before; None where there
     is no job of the pattern, or none that lost anything."""
     found: tuple[float, str, RecordedJob, int] | None = None
     for name, recording in recordings.items():
         jobs = {job.job: job for job in recording.jobs}
-        for job, (reason, step) in replayed(recording, PAPER).exits.items():
+        for job, (reason, step) in exits[name].items():
             if reason != pattern:
                 continue
             before = min((loss for at, loss in jobs[job].evaluations if at <= step and loss > 0), default=math.inf)
@@ -373,15 +381,7 @@ def early_exit_quality(recordings: Recordings) -> Found:
 
 
 def draw_early_exit_quality(found: Found, axes: Sequence[Axes]) -> None:
-    (axis,) = axes
-    for name in dict.fromkeys(row["recording"] for row in found.rows):
-        of = [row for row in found.rows if row["recording"] == name]
-        axis.plot([row["batch_size"] for row in of], [row["regret"] for row in of], "o-", label=name)
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(sizes := sorted({row["batch_size"] for row in found.rows}), [str(size) for size in sizes])
-    axis.set_xlabel("batch size")
-    axis.set_ylabel("best loss kept / best of all")
-    axis.legend(fontsize=7, frameon=False)
+    _draw_regret_by_batch_size(found, axes[0], "best loss kept / best of all")
 
 
 def gate(recordings: Recordings) -> list[str]:

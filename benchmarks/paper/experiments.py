@@ -91,7 +91,7 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     ),
     "warmup-sweep": Experiment(
         title="How long a warmup has to be",
-        shows="5 % of the steps, after which the best quarter goes on. Here: what that would keep of the final best "
+        shows="5 % of the steps, after which the best quarter continues. Here: what that would keep of the final best "
         "quarter and of the winners, for warmups of 1 to 20 %.",
         topic="warmup_sweep",
         measure=curves.warmup_sweep,

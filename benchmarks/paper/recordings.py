@@ -79,7 +79,7 @@ def spearman(recording: Recording, share: float) -> float:
 
 
 def quarter_kept(recording: Recording, share: float) -> tuple[float, bool]:
-    """If the best quarter at ``share`` of the steps went on alone: how much of the final best quarter is among it, and
+    """If the best quarter at ``share`` of the steps continued alone: how much of the final best quarter is among it, and
     whether the final winner is."""
     number = math.ceil(len(recording.jobs) / 4)
     now, final = (

@@ -38,7 +38,7 @@ def run_one(name: str, scale: str, folder: Path) -> int:
 def run_several(names: Sequence[str], scale: str, folder: Path, *, again: bool = False) -> int:
     """Measure experiments one after the other, those that are done already excepted, unless ``again``.
 
-    Killed at any time, it goes on with the experiment that was measured. One that fails does not stop the others.
+    Killed at any time, it resumes with the experiment that was being measured. One that fails does not stop the others.
 
     Returns:
         The exit code: 0 where all gates passed.

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from services import served
 
+from alto.cluster import Launch
 from alto.engine.control_plane import ControlPlane, RunOrder
 from alto.service.access import create_key, create_tenant
 from benchmarks.service_lib.plane import simulated_plane
@@ -27,9 +28,9 @@ def test_both_tenants_must_allow_it(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     bases: dict[str, str] = {}
     start = SimulatedCluster.start
 
-    def noted_start(cluster: SimulatedCluster, launch: object) -> None:
-        bases[Path(launch.run_dir).parent.name] = launch.base  # type: ignore[attr-defined]
-        start(cluster, launch)  # type: ignore[arg-type]
+    def noted_start(cluster: SimulatedCluster, launch: Launch) -> None:
+        bases[Path(launch.run_dir).parent.name] = launch.base
+        start(cluster, launch)
 
     monkeypatch.setattr(SimulatedCluster, "start", noted_start)
     with served(tmp_path, open_plane=simulated_plane(tmp_path, lambda: SimulatedCluster(duration_s=0.1))) as service:

@@ -107,7 +107,7 @@ class Followers:
             try:
                 found = await run_in_threadpool(self._states, list(self._following))
             except SQLAlchemyError:
-                continue  # followers look for themselves now and then, and requests tell of it
+                continue  # followers also read by themselves every HEARTBEAT_S, and requests report the error
             for job, state in found.items():
                 if self._known.get(job) != state:
                     self._known[job] = state

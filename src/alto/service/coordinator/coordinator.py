@@ -140,7 +140,7 @@ class Coordinator:
                 self.plane = None
 
     def _turn_in_patience(self, plane: ControlPlane, pool: ThreadPoolExecutor) -> None:
-        """A turn; while the database does not answer for a short time, executors go on."""
+        """A turn; while the database does not answer for a short time, executors continue."""
         try:
             self.turn(plane, pool)
         except LostLeadershipError:
@@ -376,7 +376,7 @@ class Coordinator:
             self._fail(job, *code_of(error, code), error)
 
     def _delay(self, job: JobRow, error: Exception) -> None:
-        """Have ``job`` wait for a disk or the store of artefacts; its user and the log are told once."""
+        """Have ``job`` wait for a disk or the store of artefacts; an event and the log report it once."""
         self.failure = error
         self._put_off[job.id] = time.monotonic() + _RETRY_S
         if job.id in self._delayed:

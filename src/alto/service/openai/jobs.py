@@ -251,7 +251,7 @@ def checkpoints(
     service: ServiceOf, caller: Reader, job_id: str, after: After = None, limit: Limit = 10
 ) -> dict[str, Any]:
     """Steps with a new best validation loss, of every configuration, newest first. They are names: the adapters of
-    checkpoints cannot be fetched or asked."""
+    checkpoints cannot be fetched or used."""
     with service.store.reading() as session:
         job = find_job(session, caller.tenant, job_id)
         statement = select(Checkpoint).where(Checkpoint.job == job.id)
