@@ -79,8 +79,8 @@ def spearman(recording: Recording, share: float) -> float:
 
 
 def quarter_kept(recording: Recording, share: float) -> tuple[float, bool]:
-    """If the best quarter at ``share`` of the steps continued alone: how much of the final best quarter is among it, and
-    whether the final winner is."""
+    """If the best quarter at ``share`` of the steps continued alone: the share of the final best quarter that it has,
+    and whether it has the final winner."""
     number = math.ceil(len(recording.jobs) / 4)
     now, final = (
         sorted(range(len(recording.jobs)), key=values.__getitem__)[:number]
