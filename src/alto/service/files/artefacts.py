@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -119,7 +120,7 @@ class Artefacts:
     def delete(self, name: str) -> None:
         """Remove a content, or a folder of them; nothing where there is none."""
         path = self._path(name)
-        if self._fs.exists(path):
+        with contextlib.suppress(FileNotFoundError):  # not there, or removed by another request at the same time
             self._fs.rm(path, recursive=True)
 
     def _path(self, name: str) -> str:
