@@ -13,7 +13,6 @@ BIN := $(VENV)/bin
 PYTEST = $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal
 WORD_PROBLEMS := examples/data/word_problems/train.jsonl
 PREFERENCES := examples/data/preferences/train.jsonl
-BENCHMARKS = $(shell grep -ls '^if __name__' benchmarks/*.py)
 
 .PHONY: help
 help: ## Show the targets
@@ -58,22 +57,18 @@ docs: $(VENV)/.dev ## Write the generated pages anew: docs/{reference,events,ben
 	$(BIN)/python tools/make_reference.py
 	$(BIN)/python tools/make_event_docs.py
 	$(BIN)/python tools/make_benchmark_docs.py
-	$(BIN)/python tools/make_paper_docs.py
 	$(BIN)/python tools/make_kernel_docs.py
 	$(BIN)/python tools/make_template_docs.py
 	$(BIN)/python tools/make_model_docs.py
 
 .PHONY: bench-smoke
 bench-smoke: $(VENV)/.bench ## Set up, then run every benchmark at its smallest scale
-	@set -e; for benchmark in $(BENCHMARKS); do \
-		echo "$(BIN)/python $$benchmark --scale smoke"; \
-		$(BIN)/python $$benchmark --scale smoke; \
-	done
+	$(BIN)/python -m benchmarks.paper all others --scale smoke --out $(BENCH_OUT)
 
 .PHONY: bench-paper
 bench-paper: $(VENV)/.bench ## Set up, then measure the paper's tables and figures (resumes where it was killed)
 	$(BIN)/python -m benchmarks.paper all --scale cpu
-	$(BIN)/python tools/make_paper_docs.py
+	$(BIN)/python tools/make_benchmark_docs.py
 
 .PHONY: bench-gpu
 # With the Python that is at hand, and nothing installed: machines with a GPU bring their own torch. In commands of a few
@@ -82,17 +77,17 @@ bench-gpu: export PYTHONPATH := src$(if $(PYTHONPATH),:$(PYTHONPATH))
 bench-gpu: ## Measure what needs an NVIDIA GPU, with what PYTHON has: torch, triton, transformers, peft, pydantic
 	@failed=0; \
 	measure() { \
-		set -- $(PYTHON) "$$@" --scale gpu --out $(BENCH_OUT); \
+		set -- $(PYTHON) -m benchmarks.paper "$$@" --scale gpu --out $(BENCH_OUT); \
 		echo "$$*"; "$$@" || { failed=1; echo "failed: $$*"; }; \
 	}; \
-	measure benchmarks/kernels.py --models 1b --stages layers ops; \
-	measure benchmarks/kernels.py --models 8b --stages layers ops; \
-	measure benchmarks/memory.py --stages peaks; \
-	measure benchmarks/memory.py --stages durations; \
-	if [ "$$(nvidia-smi --list-gpus | wc -l)" -gt 1 ]; then measure benchmarks/adapter_parallel.py; \
-	else echo "one GPU: benchmarks/adapter_parallel.py needs two or more"; fi; \
-	measure benchmarks/kernels.py --models 8b --stages steps; \
-	measure benchmarks/kernels.py --models 1b --stages steps; \
+	measure kernels --models 1b --stages layers ops; \
+	measure kernels --models 8b --stages layers ops; \
+	measure memory --stages peaks; \
+	measure memory --stages durations; \
+	if [ "$$(nvidia-smi --list-gpus | wc -l)" -gt 1 ]; then measure adapter-parallel; \
+	else echo "one GPU: adapter-parallel needs two or more"; fi; \
+	measure kernels --models 8b --stages steps; \
+	measure kernels --models 1b --stages steps; \
 	exit $$failed
 
 .PHONY: clean

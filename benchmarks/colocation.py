@@ -2,12 +2,11 @@
 90 and of about 250 tokens; what a process that is kept saves at the start of a task; and how fairly tasks whose rows
 differ in length are treated.
 
-    python benchmarks/colocation.py --scale cpu
+    python -m benchmarks.paper colocation --scale cpu
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gzip
 import json
@@ -22,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS_DIR, ROOT, Result, publish
 
 from alto import Engine, Task, TaskResult
 from alto.cluster import EntryWritten, ExecutorEnded, Launch, Outcome, open_cluster
@@ -35,6 +33,7 @@ from alto.runs import Journal, RunDir, read_queue_history
 from alto.runs.events import JobAdmitted
 from alto.scheduler import jain_index
 from alto.spec import BaseModelSpec
+from benchmarks.common import DATA_DIR, Result, option_parser, publish
 
 GOALS = {
     "colocated_over_separate": (">=", 1.3),
@@ -82,11 +81,11 @@ SCALES = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _options(arguments)
+    options = option_parser(__doc__, SCALES, dataset=DATA_DIR).parse_args(arguments)
     scale = SCALES[options.scale]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        tasks_of = {name: make_tasks(scale, options.data / DATA[name], folder / name) for name in scale.data}
+        tasks_of = {name: make_tasks(scale, options.dataset / DATA[name], folder / name) for name in scale.data}
         starts = measure_starts(tasks_of["cot_flan"][0], folder / "starts", scale.repeats)
         runs_of = {name: by_turns(tasks, scale.repeats, folder / name / "runs") for name, tasks in tasks_of.items()}
         tokens = measure_fairness(folder / "fairness", scale.turns)
@@ -119,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{scale.turns} turns of one executor.",
         ],
     )
-    return publish(result, options.output)
+    return publish(result, options.out)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -331,15 +330,3 @@ def figures(
         "forked_start_over_cold": start["forked"] / start["cold"],
         "jain_index": jain_index({str(number): float(trained) for number, trained in tokens.items()}),
     }
-
-
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--scale", choices=tuple(SCALES), default="smoke")
-    parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data", help="folder with both sets")
-    parser.add_argument("--output", type=Path, default=RESULTS_DIR)
-    return parser.parse_args(arguments)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

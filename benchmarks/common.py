@@ -6,6 +6,7 @@ failed carries no figures: it says why instead (law 7 of the design).
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import math
@@ -26,6 +27,9 @@ from typing import Any
 from alto.version import version_of
 
 __all__ = [
+    "DATA_DIR",
+    "GSM8K",
+    "PREFERENCE_PAIRS",
     "RESULTS_DIR",
     "ROOT",
     "SCALES",
@@ -36,6 +40,7 @@ __all__ = [
     "format_table",
     "goal_reached",
     "machine_info",
+    "option_parser",
     "package_versions",
     "provenance",
     "publish",
@@ -47,6 +52,10 @@ __all__ = [
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS_DIR = ROOT / "benchmarks" / "results"
+DATA_DIR = ROOT.parent / "shared" / "data"
+"""The real datasets, where they are there: beside the project, never in it."""
+GSM8K = DATA_DIR / "gsm8k" / "train.jsonl"
+PREFERENCE_PAIRS = DATA_DIR / "pref_mix" / "pairs.jsonl.gz"
 SCALES = ("smoke", "cpu", "gpu", "model")
 GATES = ("passed", "partly passed", "failed")
 PACKAGES = ("torch", "triton", "transformers", "peft", "trl", "accelerate", "ortools", "alto-lora")
@@ -167,6 +176,31 @@ class Result:
         path = directory / f"{self.benchmark}-{self.scale}.json"
         write_file(path, self.to_json())
         return path
+
+
+def option_parser(
+    description: str | None,
+    scales: Iterable[str],
+    *,
+    model: str | None = None,
+    dataset: Path | None = None,
+    threads: bool = False,
+) -> argparse.ArgumentParser:
+    """The options that benchmarks have in common: ``--scale`` and ``--out``; ``--model`` and ``--dataset`` where their
+    default is given; ``--threads`` where asked for."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    choices = tuple(scales)
+    parser.add_argument("--scale", choices=choices, default=choices[0])
+    parser.add_argument("--out", type=Path, default=RESULTS_DIR, metavar="DIR", help="folder of the result file")
+    if model is not None:
+        parser.add_argument("--model", default=model, help="base model: a folder, a hub id or alto-tiny")
+    if dataset is not None:
+        parser.add_argument("--dataset", type=Path, default=dataset, help="file (or folder) of the rows")
+    if threads:
+        import torch
+
+        parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of torch, on a CPU")
+    return parser
 
 
 def publish(result: Result, directory: Path = RESULTS_DIR) -> int:
@@ -309,7 +343,7 @@ def machine_info() -> dict[str, Any]:
 def source_digest() -> str:
     """SHA-256 over the names and contents of ALTO's sources and of the benchmarks'."""
     files = [path for folder in ("src/alto", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
-    files += (ROOT / "benchmarks").glob("*_lib/*.json")
+    files += (ROOT / "benchmarks").glob("*/*lengths.json")
     digest = hashlib.sha256()
     for path in sorted(files):
         digest.update(f"{path.relative_to(ROOT).as_posix()}\0".encode())

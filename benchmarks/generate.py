@@ -1,6 +1,6 @@
 """Greedy answers of many adapters on one base, all at once, against PEFT, one adapter at a time.
 
-    python benchmarks/generate.py --scale cpu
+    python -m benchmarks.paper generate --scale cpu
 
 ``alto-tiny`` and generated word problems; adapters of random weights, of other ranks, scales and modules each. ``peft``
 answers with one adapter after the other, all its questions in one padded batch of ``generate``; ``mixed`` gives PEFT
@@ -12,7 +12,6 @@ same.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import statistics
 import sys
@@ -24,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS_DIR, ROOT, Result, format_table, publish
 from peft import PeftModel
 from transformers import GenerationConfig
 
@@ -34,6 +32,7 @@ from alto.evaluation.adapter import loaded_adapters
 from alto.evaluation.generate import complete, end_tokens
 from alto.lora import AdapterWeights, ModuleNames, SavedAdapter, linear_modules, read_saved_adapter, write_adapter
 from alto.spec import BaseModelSpec, JobConfig
+from benchmarks.common import ROOT, Result, format_table, option_parser, publish
 
 MODEL = "alto-tiny"
 GOALS = {"generation_speedup": (">=", 3.0)}
@@ -80,7 +79,7 @@ CONFIGS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _options(arguments)
+    options = option_parser(__doc__, PLANS, threads=True).parse_args(arguments)
     torch.set_num_threads(options.threads)
     rows: list[dict[str, Any]] = []
     failures: list[str] = []
@@ -101,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "ties are texts that part where two tokens are as likely to the last digits of float32.",
         ],
     )
-    return publish(result, options.output)
+    return publish(result, options.out)
 
 
 def measure(case: Case, folder: Path, failures: list[str]) -> dict[str, Any]:
@@ -254,15 +253,3 @@ def _adapter(backbone: Backbone, number: int, folder: Path) -> SavedAdapter:
     }
     write_adapter(folder, AdapterWeights(weights), config, resolve_model(MODEL), ModuleNames.of(backbone.model))
     return read_saved_adapter(folder)
-
-
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--scale", choices=tuple(PLANS), default="smoke")
-    parser.add_argument("--output", type=Path, default=RESULTS_DIR)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    return parser.parse_args(arguments)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -5,12 +5,11 @@
 profiles, run on the same slots, and are timed from the schedule to the last exported adapter. Where tasks are
 scheduled, those on one base may share an executor.
 
-    python benchmarks/makespan.py --scale cpu
+    python -m benchmarks.paper makespan --scale cpu
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import tempfile
@@ -20,11 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS_DIR, ROOT, Result, publish
-
 from alto import EarlyExit, Engine, Task, TaskResult
 from alto.data import sample_rows, split_rows
 from alto.runs import Attempt, QueueHistory, read_queue_history
+from benchmarks.common import GSM8K, Result, option_parser, publish
 
 GOALS = {"full_over_batched": (">=", 8.0), "best_loss_ratio": ("<=", 1.002)}
 MODES = {
@@ -77,10 +75,10 @@ PLANS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _options(arguments)
+    options = option_parser(__doc__, PLANS, dataset=GSM8K).parse_args(arguments)
     plan = PLANS[options.scale]
     with tempfile.TemporaryDirectory() as folder:
-        tasks = make_tasks(plan, options.data, Path(folder))
+        tasks = make_tasks(plan, options.dataset, Path(folder))
         began = time.perf_counter()
         for exits in (False, True):  # whoever comes after finds it measured
             Engine(strategy="single", total_gpus=plan.slots).schedule(_with_exits(tasks, exits), method="lpt")
@@ -104,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "later run; it is in none of the four.",
         ],
     )
-    return publish(result, options.output)
+    return publish(result, options.out)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,15 +217,3 @@ def _shared_gpus(attempts: Sequence[Attempt]) -> list[str]:
         and max(one.start, other.start) < min(one.end or one.start, other.end or other.start)
         for gpu in set(one.gpus).intersection(other.gpus)
     ]
-
-
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--scale", choices=tuple(PLANS), default="smoke")
-    parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data" / "gsm8k" / "train.jsonl")
-    parser.add_argument("--output", type=Path, default=RESULTS_DIR)
-    return parser.parse_args(arguments)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import (
+
+from benchmarks.common import (
     Result,
     command_line,
     commit_id,

@@ -4,27 +4,24 @@ Workloads are drawn: durations lognormal, GPUs a task 1, 2, 4 or 8, on nodes of 
 is proven for the drawn tasks; the worst of several draws is published. Last queues are simulated with a virtual clock:
 one of many tasks, and the paper's ablation on three clusters.
 
-    python benchmarks/scheduler.py --scale cpu
+    python -m benchmarks.paper scheduler --scale cpu
 """
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
-
-from common import RESULTS_DIR, Result, publish
 
 from alto.errors import ScheduleError
 from alto.records import Node, Schedule
 from alto.scheduler import RunningTask, SchedulingProblem, TaskDemand, check_schedule, schedule_tasks
 from alto.scheduler.simulate import simulate
 from alto.spec import Simulation
+from benchmarks.common import Result, option_parser, publish
 
 GOALS = {
     "paper_case_s": ("<", 1.0),
@@ -108,7 +105,7 @@ TASKS_PER_NODE = 25
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _options(arguments)
+    options = option_parser(__doc__, SIZES).parse_args(arguments)
     size = SIZES[options.scale]
     schedule_tasks(paper_case(), method="cp-sat", time_limit_s=1.0)  # loads the solver
     rows = [*measure("paper", paper_case(), 0, 10.0)]
@@ -145,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "median of several draws.",
         ],
     )
-    return publish(result, options.output)
+    return publish(result, options.out)
 
 
 def paper_case() -> SchedulingProblem:
@@ -351,14 +348,3 @@ def ratios(rows: Sequence[Mapping[str, Any]]) -> str:
     makespans_s = {row["method"]: row["makespan_s"] for row in rows if row["case"] == "paper"}
     others = [f"{method} {makespans_s[method] / makespans_s['cp-sat']:.3f}" for method in METHODS[1:]]
     return f"Paper's case, makespan over that of cp-sat: {', '.join(others)}."
-
-
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--scale", choices=tuple(SIZES), default="smoke")
-    parser.add_argument("--output", type=Path, default=RESULTS_DIR)
-    return parser.parse_args(arguments)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -4,12 +4,11 @@
 pruner driving PEFT one job at a time. All have the same rows, search space and seconds, loading included. Adapters are
 chosen by the validation rows and judged on test rows that chose nothing.
 
-    python benchmarks/search.py --scale cpu
+    python -m benchmarks.paper search --scale cpu
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import statistics
@@ -22,14 +21,14 @@ from typing import Any
 
 import optuna
 import torch
-from baselines.job import prepare
-from baselines.optuna_peft import Best, optuna_search
-from common import RESULTS_DIR, ROOT, Result, publish
 
 from alto import Engine, Task
 from alto.backbone import resolve_model
 from alto.data.split import carve_rows
 from alto.runs import read_events
+from benchmarks.baselines.job import prepare
+from benchmarks.baselines.optuna_peft import Best, optuna_search
+from benchmarks.common import GSM8K, Result, option_parser, publish
 
 GOALS = {"tpe_over_optuna_time_to_loss": (">=", 4.0)}
 SPACE: Mapping[str, Any] = {
@@ -64,13 +63,13 @@ SIZES = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _options(arguments)
+    options = option_parser(__doc__, SIZES, model="alto-tiny", dataset=GSM8K).parse_args(arguments, threads=True)
     size = SIZES[options.scale]
     torch.set_num_threads(options.threads)
     rows = []
     for seed in size.seeds:
         with tempfile.TemporaryDirectory() as folder:
-            rows += searches(size, seed, options.model, options.data, Path(folder))
+            rows += searches(size, seed, options.model, options.dataset, Path(folder))
     failures = gate(rows, size)
     result = Result.of(
         benchmark="search",
@@ -80,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         goals=GOALS if options.scale == "cpu" else {},
         rows=rows,
     )
-    return publish(result, options.output)
+    return publish(result, options.out)
 
 
 def searches(size: Size, seed: int, model: str, data: Path, folder: Path) -> list[dict[str, Any]]:
@@ -190,17 +189,3 @@ def gate(rows: Sequence[Mapping[str, Any]], size: Size) -> list[str]:
             system = f"seed {row['seed']}, {row['system']}"
             failures.append(f"{system}: expected ever better adapters in time, found {losses}")
     return failures
-
-
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--scale", choices=tuple(SIZES), required=True)
-    parser.add_argument("--model", default="alto-tiny")
-    parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data" / "gsm8k" / "train.jsonl")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--output", type=Path, default=RESULTS_DIR)
-    return parser.parse_args(arguments)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

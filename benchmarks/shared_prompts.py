@@ -1,6 +1,6 @@
 """Preference pairs whose prompt goes through the model once, against both talks whole, as trainers usually have them.
 
-    python benchmarks/shared_prompts.py --scale cpu
+    python -m benchmarks.paper shared-prompts --scale cpu
 
 DPO steps of several jobs on ``pref_mix``, and on each of its sources, as their prompts are of unlike length; both ways
 in turns, from the same adapters, in the same batches. The gate: every step has the same losses both ways.
@@ -8,7 +8,6 @@ in turns, from the same adapters, in the same batches. The gate: every step has 
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
 import random
@@ -21,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS_DIR, ROOT, Result, format_table, publish
 
 from alto import Task
 from alto.backbone import load_backbone
 from alto.data import EncodedDataset, TaskData, encode_pairs, read_task_rows
 from alto.executor import BankSize, MicroBatches, TaskContext, build_trainer, initial_states, with_references
 from alto.spec import BaseModelSpec
+from benchmarks.common import PREFERENCE_PAIRS, Result, format_table, option_parser, publish
 
 MODEL = "alto-tiny"
 ALL = "all"
@@ -56,10 +55,10 @@ SIZES = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _options(arguments)
+    options = option_parser(__doc__, SIZES, dataset=PREFERENCE_PAIRS).parse_args(arguments, threads=True)
     size = SIZES[options.scale]
     torch.set_num_threads(options.threads)
-    pairs = read_pairs(options.data)
+    pairs = read_pairs(options.dataset)
     sources = [ALL, *(sorted({pair["source"] for pair in pairs}) if size.by_source else [])]
     rows: list[dict[str, Any]] = []
     failures: list[str] = []
@@ -80,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "tokens. shared_over_whole is of the first row; seconds are medians, the two ways taking turns.",
         ],
     )
-    return publish(result, options.output)
+    return publish(result, options.out)
 
 
 def measure(source: str, pairs: Sequence[dict[str, str]], size: Size, failures: list[str]) -> dict[str, Any]:
@@ -160,16 +159,3 @@ def read_pairs(path: Path) -> list[dict[str, str]]:
     with gzip.open(path, "rt", encoding="utf-8") as lines:
         pairs = [json.loads(line) for line in lines]
     return [pair for pair in pairs if pair["chosen"].strip() != pair["rejected"].strip()]
-
-
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--scale", choices=tuple(SIZES), default="smoke")
-    parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data" / "pref_mix" / "pairs.jsonl.gz")
-    parser.add_argument("--output", type=Path, default=RESULTS_DIR)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    return parser.parse_args(arguments)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -4,12 +4,11 @@
 ALTO with its default policy. All train the same jobs on the same rows in the same order and evaluate at the same steps.
 The curves of ``batched`` are kept as a recording, on which policies are judged by replay.
 
-    python benchmarks/sweep.py --scale cpu
+    python -m benchmarks.paper end-to-end --scale cpu
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import math
@@ -21,10 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from baselines.bare_peft import bare_peft_one
-from baselines.job import BaselineJob, Prepared, prepare
-from baselines.trl_sequential import train_one
-from common import ROOT, Result, publish
 from peft import PeftModel
 
 from alto import EarlyExit, Engine, Task, TaskResult
@@ -33,6 +28,10 @@ from alto.data import sample_rows, split_rows
 from alto.early_exit import Recording, ReplayResult, evaluation_steps, policy_from, replay
 from alto.runs import read_entries
 from alto.spec import Job
+from benchmarks.baselines.bare_peft import bare_peft_one
+from benchmarks.baselines.job import BaselineJob, Prepared, prepare
+from benchmarks.baselines.trl_sequential import train_one
+from benchmarks.common import GSM8K, Result, option_parser, publish
 
 PAPER_LEARNING_RATES = (1e-5, 5e-5, 2e-4, 3e-4, 5e-4)
 LEARNING_RATE_FACTOR = 10
@@ -79,11 +78,13 @@ SIZES = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _options(arguments)
+    parser = option_parser(__doc__, SIZES, model="alto-tiny", dataset=GSM8K, threads=True)
+    parser.add_argument("--recording", type=Path, help="where the curves of all jobs go (.json.gz)")
+    options = parser.parse_args(arguments)
     size = SIZES[options.scale]
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as folder:
-        task = make_task(size, options.model, options.data, Path(folder))
+        task = make_task(size, options.model, options.dataset, Path(folder))
         prepared = prepare(
             resolve_model(task.model),
             _read(Path(task.dataset)),
@@ -107,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows=table_rows(measured) if measured is not None else [],
         notes=notes(size),
     )
-    return publish(result, options.output)
+    return publish(result, options.out)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -340,18 +341,3 @@ def _first_rows(prepared: Prepared, count: int) -> Prepared:
 
 def _read(path: Path) -> list[dict[str, str]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
-
-
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--scale", choices=tuple(SIZES), default="smoke")
-    parser.add_argument("--model", default="alto-tiny")
-    parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data" / "gsm8k" / "train.jsonl")
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
-    parser.add_argument("--recording", type=Path, help="where the curves of all jobs go (.json.gz)")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    return parser.parse_args(arguments)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -61,7 +61,9 @@ _MAX_REASON_CHARS = 200
 def page() -> str:
     """The whole page."""
     if not RESULT.exists():
-        return f"{INTRODUCTION}\nNot measured yet. `python benchmarks/architecture_sweep.py --scale cpu` measures it.\n"
+        return (
+            f"{INTRODUCTION}\nNot measured yet. `python -m benchmarks.paper architectures --scale cpu` measures it.\n"
+        )
     result = json.loads(RESULT.read_text(encoding="utf-8"))
     return "\n".join([INTRODUCTION, *_facts(result), "", *_table(result)]) + "\n"
 

@@ -16,11 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# Behind all others: transformers looks for a package named ``kernels``, and must not find the benchmark's file.
-sys.path.append(str(ROOT / "benchmarks"))
+sys.path.insert(0, str(ROOT))
 
-from common import RESULTS_DIR, SCALES  # noqa: E402
-from pieces import merge  # noqa: E402
+from benchmarks.common import RESULTS_DIR, SCALES  # noqa: E402
+from benchmarks.pieces import merge  # noqa: E402
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,9 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=RESULTS_DIR)
     options = parser.parse_args(arguments)
     if options.benchmark == "kernels":
-        from kernels_lib.main import study
+        from benchmarks.kernels.program import study
     else:
-        from memory import study
+        from benchmarks.memory.program import study
     try:
         result = merge(study(options.scale), options.folders, options.out)
     except ValueError as error:

@@ -13,7 +13,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from baselines.job import (
+from peft import PeftModel, get_peft_model
+from torch import Tensor
+from transformers import get_scheduler, set_seed
+
+from benchmarks.baselines.job import (
     IGNORED,
     BaselineJob,
     Evaluation,
@@ -23,9 +27,6 @@ from baselines.job import (
     check_eval_steps,
     epoch_order,
 )
-from peft import PeftModel, get_peft_model
-from torch import Tensor
-from transformers import get_scheduler, set_seed
 
 __all__ = ["bare_peft_one", "evaluate", "loss_sum"]
 

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from baselines.stacked import JobTokens, Stack
 from torch import Tensor
 from torch.nn.functional import grouped_mm
+
+from benchmarks.baselines.stacked import JobTokens, Stack
 
 __all__ = ["add", "add_backward", "is_supported", "prepare", "rows_per_job"]
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from baselines.stacked import JobTokens, Stack
 from torch import Tensor
+
+from benchmarks.baselines.stacked import JobTokens, Stack
 
 __all__ = ["add", "add_backward", "prepare", "rows_per_job"]
 

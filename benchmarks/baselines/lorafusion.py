@@ -39,11 +39,12 @@ from importlib.util import find_spec
 from typing import Protocol
 
 import torch
-from baselines import grouped_mm
-from baselines.lorafusion_pass import Segment, TokenBlocks
-from baselines.stacked import BaseLayer, JobTokens, Stack
 from torch import Tensor
 from torch.nn import functional as F
+
+from benchmarks.baselines import grouped_mm
+from benchmarks.baselines.lorafusion_pass import Segment, TokenBlocks
+from benchmarks.baselines.stacked import BaseLayer, JobTokens, Stack
 
 __all__ = ["FusedOps", "backward", "forward", "fused_ops", "is_supported", "prepare", "rows_per_job"]
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from baselines.lorafusion_pass import TokenBlocks
 from torch import Tensor
+
+from benchmarks.baselines.lorafusion_pass import TokenBlocks
 
 __all__ = ["fused_linear", "fused_narrow"]
 

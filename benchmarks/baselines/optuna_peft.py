@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import optuna
-from baselines.bare_peft import bare_peft_one, evaluate
-from baselines.job import Evaluation, JobSettings, Prepared
 from peft import PeftModel
+
+from benchmarks.baselines.bare_peft import bare_peft_one, evaluate
+from benchmarks.baselines.job import Evaluation, JobSettings, Prepared
 
 __all__ = ["Best", "optuna_search"]
 

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from baselines.job import common_prefix
 from datasets import Dataset, disable_progress_bars
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from benchmarks.baselines.job import common_prefix
 
 __all__ = ["PreparedPairs", "prepare_pairs", "tokenize_pairs"]
 

@@ -26,15 +26,15 @@ from typing import Any
 from unittest import mock
 
 import torch
-from baselines.job import BaselineJob, Evaluation, JobSettings, Order, check_eval_steps, epoch_order
-from baselines.pairs import PreparedPairs
-from baselines.trl_parts import EvaluateAt, OrderedSampler, training_arguments
 from datasets import Dataset
 from torch.utils.data import Sampler
 from transformers import PrinterCallback
 from trl import DPOConfig, DPOTrainer
 
 from alto.lora import AdapterWeights
+from benchmarks.baselines.job import BaselineJob, Evaluation, JobSettings, Order, check_eval_steps, epoch_order
+from benchmarks.baselines.pairs import PreparedPairs
+from benchmarks.baselines.trl_parts import EvaluateAt, OrderedSampler, training_arguments
 
 __all__ = ["train_on_pairs"]
 

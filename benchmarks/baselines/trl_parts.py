@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
-from baselines.job import JobSettings, Order
 from torch.utils.data import Sampler
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from benchmarks.baselines.job import JobSettings, Order
 
 __all__ = ["EvaluateAt", "OrderedSampler", "training_arguments"]
 

@@ -20,7 +20,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from baselines.job import (
+from datasets import Dataset
+from torch.utils.data import Sampler
+from transformers import PrinterCallback
+from trl import SFTConfig, SFTTrainer
+
+from benchmarks.baselines.job import (
     IGNORED,
     BaselineJob,
     Evaluation,
@@ -30,11 +35,7 @@ from baselines.job import (
     check_eval_steps,
     epoch_order,
 )
-from baselines.trl_parts import EvaluateAt, OrderedSampler, training_arguments
-from datasets import Dataset
-from torch.utils.data import Sampler
-from transformers import PrinterCallback
-from trl import SFTConfig, SFTTrainer
+from benchmarks.baselines.trl_parts import EvaluateAt, OrderedSampler, training_arguments
 
 __all__ = ["train_one"]
 

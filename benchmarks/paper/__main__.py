@@ -1,47 +1,66 @@
-"""Measure tables and figures of the ALTO paper anew, beside its own values: docs/paper.md has them all.
+"""Measure the tables and figures of the ALTO paper anew, beside its own values, and everything else that has figures.
 
     python -m benchmarks.paper samples-saved --scale cpu
-    python -m benchmarks.paper patterns warmup-sweep --scale cpu
-    python -m benchmarks.paper all --scale cpu
+    python -m benchmarks.paper end-to-end --scale gpu --model Qwen/Qwen3-8B --dataset train.jsonl
+    python -m benchmarks.paper all --scale cpu      # the paper's: docs/paper.md
+    python -m benchmarks.paper others --scale cpu   # what the paper does not have: docs/benchmarks.md
 
 Of several names, what is measured already stays, if it is of the same source, machine and packages: a command that was
-killed resumes where it was.
+killed resumes where it was. Options of an experiment follow its name: NAME --help shows them.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.common import RESULTS_DIR
-from benchmarks.paper.experiments import EXPERIMENTS
+from benchmarks.common import RESULTS_DIR, SCALES
+from benchmarks.paper.experiments import EXPERIMENTS, OTHERS, PAPER, Experiment, load
 from benchmarks.paper.running import run_one, run_several
+
+GROUPS: Mapping[str, Mapping[str, Experiment]] = {"all": PAPER, "others": OTHERS}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.paper", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "names", nargs="+", choices=(*EXPERIMENTS, "all"), metavar="NAME|all", help=", ".join(EXPERIMENTS)
-    )
-    parser.add_argument("--scale", choices=("smoke", "cpu", "gpu"), default="smoke")
-    parser.add_argument("--out", type=Path, default=RESULTS_DIR, metavar="DIR", help="folder of the result files")
-    parser.add_argument("--again", action="store_true", help="measure what is measured already, too")
-    options = parser.parse_args(arguments)
-    if options.names == ["all"]:
-        names = [name for name, experiment in EXPERIMENTS.items() if options.scale in experiment.scales]
-        return run_several(names, options.scale, options.out, again=options.again)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] and arguments[0] in EXPERIMENTS and not {"-h", "--help"}.isdisjoint(arguments):
+        program = EXPERIMENTS[arguments[0]].program
+        return load(program)(["--help"]) if program is not None else _parser().parse_args(["--help"])
+    parser = _parser()
+    options, own = parser.parse_known_args(arguments)
+    names = list[str]()
     for name in options.names:
-        if name == "all":
-            parser.error("expected names or all, found both")
+        chosen = GROUPS[name] if name in GROUPS else {name: EXPERIMENTS[name]}
+        names += [each for each, found in chosen.items() if name not in GROUPS or options.scale in found.scales]
+    for name in names:
         if options.scale not in EXPERIMENTS[name].scales:
             scales = ", ".join(EXPERIMENTS[name].scales)
             parser.error(f"expected a scale of {scales} for {name}, found {options.scale}")
-    if len(options.names) == 1:
-        return run_one(options.names[0], options.scale, options.out)
-    return run_several(options.names, options.scale, options.out, again=options.again)
+    if len(names) == 1 and options.names[0] not in GROUPS:
+        if own and EXPERIMENTS[names[0]].program is None:
+            parser.error(f"expected no other options for {names[0]}, found {' '.join(own)}")
+        return run_one(names[0], options.scale, options.out, own)
+    if own:
+        parser.error(f"expected options of one experiment after its name, found {' '.join(own)} after several")
+    return run_several(names, options.scale, options.out, again=options.again)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.paper",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,  # an option of a program is not a short form of one here
+    )
+    parser.add_argument(
+        "names", nargs="+", choices=(*EXPERIMENTS, *GROUPS), metavar="NAME|all|others", help=", ".join(EXPERIMENTS)
+    )
+    parser.add_argument("--scale", choices=SCALES, default="smoke")
+    parser.add_argument("--out", type=Path, default=RESULTS_DIR, metavar="DIR", help="folder of the result files")
+    parser.add_argument("--again", action="store_true", help="of several: measure what is measured already, too")
+    return parser
 
 
 if __name__ == "__main__":

@@ -9,19 +9,17 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
 from benchmarks.common import ROOT, Result, machine_info, package_versions, publish, source_digest, write_file
-from benchmarks.paper import curves
-from benchmarks.paper.experiments import EXPERIMENTS, Experiment
-from benchmarks.paper.recordings import read_recordings
+from benchmarks.paper.experiments import EXPERIMENTS, Experiment, load
 
 __all__ = ["is_done", "run_one", "run_several"]
 
 
-def run_one(name: str, scale: str, folder: Path) -> int:
+def run_one(name: str, scale: str, folder: Path, options: Sequence[str] = ()) -> int:
     """Measure an experiment and write its result to ``folder``.
+
+    Args:
+        options: More of its program's own; what such a command measures counts as a part of the experiment.
 
     Returns:
         The exit code: 0 where its gate passed.
@@ -29,8 +27,11 @@ def run_one(name: str, scale: str, folder: Path) -> int:
     experiment = EXPERIMENTS[name]
     state = _state_file(name, scale, folder)
     state.unlink(missing_ok=True)
-    code = _by_program(experiment, scale, folder) if experiment.program else _on_recordings(experiment, scale, folder)
-    if code == 0:
+    if experiment.program is not None:
+        code: int = load(experiment.program)(["--scale", scale, "--out", str(folder), *options])
+    else:
+        code = _on_recordings(experiment, scale, folder)
+    if code == 0 and not options:
         write_file(state, json.dumps(_origin(), indent=1) + "\n")
     return code
 
@@ -43,6 +44,9 @@ def run_several(names: Sequence[str], scale: str, folder: Path, *, again: bool =
     Returns:
         The exit code: 0 where all gates passed.
     """
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
     console, failed = Console(), list[str]()
     columns = (TextColumn("{task.description:24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
@@ -73,10 +77,13 @@ def is_done(name: str, scale: str, folder: Path) -> bool:
 
 
 def _on_recordings(experiment: Experiment, scale: str, folder: Path) -> int:
-    assert experiment.measure is not None
+    from benchmarks.paper import curves
+    from benchmarks.paper.recordings import read_recordings
+
+    assert experiment.recorded is not None
     recordings = read_recordings(scale)
     failures = curves.gate(recordings)
-    found = curves.Found(figures={}, rows=[]) if failures else experiment.measure(recordings)
+    found = curves.Found(figures={}, rows=[]) if failures else load(experiment.recorded)(recordings)
     result = Result.of(
         benchmark=experiment.topic,
         scale=scale,
@@ -87,13 +94,6 @@ def _on_recordings(experiment: Experiment, scale: str, folder: Path) -> int:
         notes=found.notes,
     )
     return publish(result, folder)
-
-
-def _by_program(experiment: Experiment, scale: str, folder: Path) -> int:
-    script = f"benchmarks/{experiment.program}"
-    return subprocess.run(
-        [sys.executable, script, "--scale", scale, "--output", str(folder)], cwd=ROOT, check=False
-    ).returncode
 
 
 def _in_process(name: str, scale: str, folder: Path, log: Path) -> int:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import sharded_checks as checks  # imports the benchmarks' counter
 import torch
 from architectures import build_tiny
 from ranks import failures_on_ranks
@@ -18,10 +18,6 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from alto.backbone import resolve_model
 from alto.errors import ModelError, UnsupportedError
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-import sharded_checks as checks  # imports the benchmarks' counter
 
 NUM_RANKS = 3
 WEIGHTS = "model.safetensors"

@@ -11,21 +11,22 @@ import pytest
 
 pytest.importorskip("peft", reason="the other ways need the bench extra: pip install -e '.[bench]'")
 
-import adapter_parallel
 import torch
 import torch.distributed as dist
-from adapter_parallel_lib import paper
-from adapter_parallel_lib.gate import gate_failures, wrong
-from adapter_parallel_lib.one_by_one import peft_model
-from adapter_parallel_lib.plans import GOALS, PLANS
-from adapter_parallel_lib.ranks import WAYS, Cell, Findings
-from adapter_parallel_lib.volume import VOLUMES, Step
 from gpu_stack import ROOT, gpu_stack
-from kernels_lib.lengths import RowLength
-from kernels_lib.shapes import random_model
-from kernels_lib.variants import JobFacts, Sequential
-from kernels_lib.workload import Workload, random_rows
-from wire import WireCounter
+
+from benchmarks.adapter_parallel import paper
+from benchmarks.adapter_parallel import program as adapter_parallel
+from benchmarks.adapter_parallel.gate import gate_failures, wrong
+from benchmarks.adapter_parallel.one_by_one import peft_model
+from benchmarks.adapter_parallel.plans import GOALS, PLANS
+from benchmarks.adapter_parallel.ranks import WAYS, Cell, Findings
+from benchmarks.adapter_parallel.volume import VOLUMES, Step
+from benchmarks.adapter_parallel.wire import WireCounter
+from benchmarks.kernels.lengths import RowLength
+from benchmarks.kernels.shapes import random_model
+from benchmarks.kernels.variants import JobFacts, Sequential
+from benchmarks.kernels.workload import Workload, random_rows
 
 # PEFT 0.21 still reads names that Transformers 5.23 deprecates.
 pytestmark = [

@@ -13,12 +13,12 @@ import pytest
 
 pytest.importorskip("peft", reason="the oracle needs the extra 'bench'")
 
-import architecture_sweep
-from architectures_lib import check as checks
-from architectures_lib import examine
-from architectures_lib.renamed import renamed_by_peft
-from architectures_lib.tiny import build_tiny
-from architectures_lib.verdict import Verdict
+from benchmarks.architectures import check as checks
+from benchmarks.architectures import examine
+from benchmarks.architectures import program as architecture_sweep
+from benchmarks.architectures.renamed import renamed_by_peft
+from benchmarks.architectures.tiny import build_tiny
+from benchmarks.architectures.verdict import Verdict
 
 # PEFT asks transformers for a property under its old name.
 pytestmark = [
@@ -28,7 +28,7 @@ pytestmark = [
 
 
 def test_the_smallest_scale_passes_its_gate(tmp_path: Path) -> None:
-    assert architecture_sweep.main(["--scale", "smoke", "--output", str(tmp_path)]) == 0
+    assert architecture_sweep.main(["--scale", "smoke", "--out", str(tmp_path)]) == 0
     found = json.loads((tmp_path / "architectures-smoke.json").read_text(encoding="utf-8"))
     statuses = {row["model_type"]: row["status"] for row in found["rows"]}
     exact = ("llama", "qwen2_moe", "stablelm", "gpt2", "bloom", "llava")

@@ -7,10 +7,6 @@ import pytest
 pytest.importorskip("trl", reason="the baselines need the bench extra: pip install -e '.[bench]'")
 
 import torch
-from baselines import trl_sequential
-from baselines.bare_peft import bare_peft_one
-from baselines.job import IGNORED, JobSettings, epoch_order, prepare
-from baselines.trl_sequential import train_one
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -18,6 +14,10 @@ from trl import SFTTrainer
 
 from alto.data import DataOrder, Message, encode_dataset
 from alto.spec import JobConfig
+from benchmarks.baselines import trl_sequential
+from benchmarks.baselines.bare_peft import bare_peft_one
+from benchmarks.baselines.job import IGNORED, JobSettings, epoch_order, prepare
+from benchmarks.baselines.trl_sequential import train_one
 
 # PEFT 0.21 and TRL 1.16 still read names that Transformers 5.23 deprecates.
 pytestmark = [

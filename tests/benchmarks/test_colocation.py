@@ -6,11 +6,11 @@ import dataclasses
 import json
 from pathlib import Path
 
-import colocation
 import pytest
 
 import alto
 from alto.records import TaskOutcome
+from benchmarks import colocation
 
 RESULT = TaskOutcome(
     task="a",
@@ -66,7 +66,7 @@ def test_the_gate_refuses(colocated: colocation.Run, said: str) -> None:
 @pytest.mark.skipif(not DATA.exists(), reason=f"needs {DATA}")
 def test_the_smallest_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ALTO_CACHE", str(tmp_path / "cache"))
-    assert colocation.main(["--scale", "smoke", "--output", str(tmp_path)]) == 0
+    assert colocation.main(["--scale", "smoke", "--out", str(tmp_path)]) == 0
     result = json.loads((tmp_path / "colocation-smoke.json").read_text("utf-8"))
     assert result["gate"] == "passed", result["notes"]
     assert result["figures"].keys() >= {"colocated_over_separate", "start_over_cold", "jain_index"}

@@ -3,9 +3,19 @@ import math
 import re
 import subprocess
 
-import common
 import pytest
-from common import Result, commit_id, format_table, goal_reached, machine_info, package_versions, publish, spread
+
+from benchmarks import common
+from benchmarks.common import (
+    Result,
+    commit_id,
+    format_table,
+    goal_reached,
+    machine_info,
+    package_versions,
+    publish,
+    spread,
+)
 
 
 def result(**changes):
@@ -41,7 +51,7 @@ def test_the_file_has_the_fields_of_the_design_and_is_strict_json(tmp_path):
 def test_a_result_that_cannot_be_written_leaves_the_old_one_and_no_litter(tmp_path, monkeypatch):
     old = result().write(tmp_path).read_text()
     with monkeypatch.context() as patch:
-        patch.setattr("common.Path.replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+        patch.setattr("benchmarks.common.Path.replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
         with pytest.raises(OSError, match="disk full"):
             result(notes=["new"]).write(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["sweep-smoke.json"]

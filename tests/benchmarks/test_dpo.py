@@ -12,17 +12,8 @@ import pytest
 
 pytest.importorskip("trl", reason="the baseline needs the extra 'bench'")
 
-import dpo
 import torch
-from baselines.pairs import PreparedPairs, prepare_pairs, tokenize_pairs
-from baselines.trl_pairs import train_on_pairs
-from common import ROOT
 from datasets import Dataset
-from dpo_lib.gate import TOLERANCE, gate_failures
-from dpo_lib.judge import Worth
-from dpo_lib.measured import Measured, Tuned
-from dpo_lib.start import first_adapter
-from dpo_lib.tell import best_accuracy, figures
 from transformers import AutoTokenizer
 from trl import DPOTrainer
 
@@ -31,6 +22,15 @@ from alto.backbone import load_backbone, resolve_model
 from alto.data import read_task_rows
 from alto.spec import BaseModelSpec, JobConfig
 from alto.spec.objectives import DpoSettings
+from benchmarks.baselines.pairs import PreparedPairs, prepare_pairs, tokenize_pairs
+from benchmarks.baselines.trl_pairs import train_on_pairs
+from benchmarks.common import ROOT
+from benchmarks.dpo import program as dpo
+from benchmarks.dpo.gate import TOLERANCE, gate_failures
+from benchmarks.dpo.judge import Worth
+from benchmarks.dpo.measured import Measured, Tuned
+from benchmarks.dpo.start import first_adapter
+from benchmarks.dpo.tell import best_accuracy, figures
 
 PAIRS = ROOT.parent / "shared" / "data" / "pref_mix" / "pairs.jsonl.gz"
 ROWS = [
@@ -66,7 +66,7 @@ def smoke(tmp_path_factory) -> tuple[dict, Measured]:
         patch.setattr(dpo, "measure", measure)  # its runs outlive main
         recordings = folder / "recordings"
         recordings.mkdir()
-        arguments = ["--scale", "smoke", "--output", str(folder), "--recordings", str(recordings), "--threads", "1"]
+        arguments = ["--scale", "smoke", "--out", str(folder), "--recordings", str(recordings), "--threads", "1"]
         assert dpo.main(arguments) == 0
     assert len(list(recordings.iterdir())) == len(dpo.SIZES["smoke"].seeds)
     return json.loads((folder / "dpo-smoke.json").read_text(encoding="utf-8")), kept[0]

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("peft", reason="the baseline needs the extra 'bench'")
 
-import generate
+from benchmarks import generate
 
 # PEFT asks transformers for a property under its old name.
 pytestmark = [
@@ -18,7 +18,7 @@ pytestmark = [
 
 
 def test_the_smallest_scale_passes_its_gate(tmp_path):
-    assert generate.main(["--scale", "smoke", "--threads", "1", "--output", str(tmp_path)]) == 0
+    assert generate.main(["--scale", "smoke", "--threads", "1", "--out", str(tmp_path)]) == 0
     found = json.loads((tmp_path / "generate-smoke.json").read_text(encoding="utf-8"))
     assert found["gate"] == "passed"
     assert found["figures"]["generation_speedup"] > 0
@@ -32,7 +32,7 @@ def test_another_text_fails_the_gate(tmp_path, monkeypatch):
 
     complete = generate.complete
     monkeypatch.setattr(generate, "complete", swapped)
-    assert generate.main(["--scale", "smoke", "--threads", "1", "--output", str(tmp_path)]) == 1
+    assert generate.main(["--scale", "smoke", "--threads", "1", "--out", str(tmp_path)]) == 1
     found = json.loads((tmp_path / "generate-smoke.json").read_text(encoding="utf-8"))
     assert found["figures"] == {}
     assert "adapter 0 answers question 0 otherwise than PEFT" in " ".join(found["notes"])

@@ -17,8 +17,8 @@ from gpu_stack import ROOT, gpu_stack
 
 pytest.importorskip("peft", reason="the baselines need the bench extra: pip install -e '.[bench]'")
 
-import memory
-from kernels_lib import main as kernels
+from benchmarks.kernels import program as kernels
+from benchmarks.memory import program as memory
 
 pytestmark = pytest.mark.slow("benchmarks")
 
@@ -45,8 +45,8 @@ print(json.dumps([alto.__file__, missing == names, listed]))
 
 def test_memory_measures_there(tmp_path: Path) -> None:
     """Whole tasks, each in a process of its own: executor, journal and checkpoints are imported in it."""
-    script = [sys.executable, "benchmarks/memory.py", "--stages", "durations", "--threads", "1", "--out", str(tmp_path)]
-    run(script, gpu_stack(tmp_path))
+    command = [sys.executable, "-m", "benchmarks.paper", "memory", "--stages", "durations", "--threads", "1"]
+    run([*command, "--out", str(tmp_path)], gpu_stack(tmp_path))
     found = json.loads((tmp_path / "memory-smoke.json").read_text(encoding="utf-8"))
     assert (found["gate"], [row["table"] for row in found["rows"]]) == ("passed", ["duration"])
 
@@ -84,10 +84,11 @@ def test_make_measures_every_piece_even_if_one_fails(tmp_path: Path) -> None:
     assert done.returncode != 0
     measured = set()
     for line in (tmp_path / "log").read_text(encoding="utf-8").splitlines():
-        script, *options = line.split()
-        if script == "benchmarks/adapter_parallel.py":
+        _, module, name, *options = line.split()
+        assert module == "benchmarks.paper"
+        if name == "adapter-parallel":
             continue
-        benchmark = {"benchmarks/kernels.py": kernels, "benchmarks/memory.py": memory}[script]
+        benchmark = {"kernels": kernels, "memory": memory}[name]
         chosen = benchmark._options(options)
         assert (chosen.scale, str(chosen.out)) == ("gpu", "out")
         names = {f"{model} {stage}" for model in chosen.models for stage in chosen.stages}

@@ -15,24 +15,24 @@ import pytest
 pytest.importorskip("peft", reason="the baselines need the bench extra: pip install -e '.[bench]'")
 
 import torch
-from baselines import grouped_mm, loop, lorafusion_torch
-from baselines.bare_peft import bare_peft_one
 from gpu_stack import ROOT, gpu_stack
-from kernels_lib import gate, lengths, stages, throughput
-from kernels_lib.flops import base_flops, lora_flops
-from kernels_lib.gate import Tolerance, gate_failures, reference_ops, tolerance_of
-from kernels_lib.main import main, study
-from kernels_lib.measure import DeviceLimits, Turns
-from kernels_lib.ops import OpCase, op_failures, op_rows
-from kernels_lib.plans import PLANS
-from kernels_lib.shapes import SHAPES, random_model
-from kernels_lib.stages import actions
-from kernels_lib.variants import VARIANTS, build, usable_variants
-from kernels_lib.workload import Workload, random_rows
-from pieces import Piece, assemble, read_pieces
 from torch.utils.flop_counter import FlopCounterMode
 
 from alto.kernels import torch_backend
+from benchmarks.baselines import grouped_mm, loop, lorafusion_torch
+from benchmarks.baselines.bare_peft import bare_peft_one
+from benchmarks.kernels import gate, lengths, stages, throughput
+from benchmarks.kernels.flops import base_flops, lora_flops
+from benchmarks.kernels.gate import Tolerance, gate_failures, reference_ops, tolerance_of
+from benchmarks.kernels.measure import DeviceLimits, Turns
+from benchmarks.kernels.ops import OpCase, op_failures, op_rows
+from benchmarks.kernels.plans import PLANS
+from benchmarks.kernels.program import main, study
+from benchmarks.kernels.shapes import SHAPES, random_model
+from benchmarks.kernels.stages import actions
+from benchmarks.kernels.variants import VARIANTS, build, usable_variants
+from benchmarks.kernels.workload import Workload, random_rows
+from benchmarks.pieces import Piece, assemble, read_pieces
 
 # PEFT 0.21 still reads names that Transformers 5.23 deprecates.
 pytestmark = [

@@ -9,8 +9,9 @@ import pytest
 pytest.importorskip("peft", reason="the baselines need the bench extra: pip install -e '.[bench]'")
 
 import torch
-from kernels_lib import measure
-from kernels_lib.measure import difference_per_call, take_turns, time_op
+
+from benchmarks.kernels import measure
+from benchmarks.kernels.measure import difference_per_call, take_turns, time_op
 
 pytestmark = pytest.mark.slow("benchmarks")
 

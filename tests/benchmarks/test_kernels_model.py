@@ -24,7 +24,7 @@ SHAPE = {
 @pytest.fixture
 def roofline(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    from kernels_lib import roofline
+    from benchmarks.kernels import roofline
 
     return roofline
 
@@ -121,7 +121,7 @@ def test_a_kernel_takes_its_longest_time(roofline) -> None:
 
 def test_each_version_is_faster_than_the_one_before(roofline) -> None:
     """At the size of a real model; in a small one the frozen GEMMs' read of what adapters wrote may take longer."""
-    from kernels_lib.shapes import SHAPES
+    from benchmarks.kernels.shapes import SHAPES
 
     large = {"shape": SHAPES["8b"], "ranks": (16, 64) * 8, "passes": ((140,) * 16,), "sequences": ((140,) * 16,)}
     steps = [make_model(roofline, version, **large).step_s for version in roofline.VERSIONS]
@@ -132,7 +132,7 @@ def test_each_version_is_faster_than_the_one_before(roofline) -> None:
 def test_the_gate_passes_and_notices_other_kernels(
     roofline, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import kernels_model
+    from benchmarks.kernels import model as kernels_model
 
     assert kernels_model.main(["--out", str(tmp_path)]) == 0
     found = json.loads((tmp_path / "kernels-model.json").read_text(encoding="utf-8"))

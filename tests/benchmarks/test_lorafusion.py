@@ -16,20 +16,20 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 import torch
 import triton
-from baselines import lorafusion, lorafusion_torch, lorafusion_triton
-from baselines.lorafusion_pass import Segment, TokenBlocks
-from baselines.stacked import BaseLayer, JobTokens, Stack
 from gpu_stack import ROOT
-from kernels_lib.gate import gate_failures, relative_distance
-from kernels_lib.lengths import RowLength
-from kernels_lib.shapes import SHAPES, random_model
-from kernels_lib.variants import build
-from kernels_lib.workload import Workload, random_rows
 from torch import Tensor
 
 from alto.errors import UnsupportedError
 from alto.kernels import choose_backend
 from alto.kernels.triton_config import KernelConfig
+from benchmarks.baselines import lorafusion, lorafusion_torch, lorafusion_triton
+from benchmarks.baselines.lorafusion_pass import Segment, TokenBlocks
+from benchmarks.baselines.stacked import BaseLayer, JobTokens, Stack
+from benchmarks.kernels.gate import gate_failures, relative_distance
+from benchmarks.kernels.lengths import RowLength
+from benchmarks.kernels.shapes import SHAPES, random_model
+from benchmarks.kernels.variants import build
+from benchmarks.kernels.workload import Workload, random_rows
 
 
 def _runs_here() -> list[pytest.MarkDecorator]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
-import makespan
 import pytest
 
 import alto
 from alto.records import Gpu, TaskOutcome
 from alto.runs import Attempt, QueueHistory, TaskHistory
+from benchmarks import makespan
 
 RESULT = TaskOutcome(
     task="a",

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 
-import memory
 import pytest
-from kernels_lib.shapes import SHAPES
-from memory_lib import child
-from memory_lib.plans import PLANS
 
 from alto.backbone import load_backbone
 from alto.executor.profiling import measure, profile
 from alto.spec import BaseModelSpec
+from benchmarks.kernels.shapes import SHAPES
+from benchmarks.memory import child
+from benchmarks.memory import program as memory
+from benchmarks.memory.plans import PLANS
 
 pytestmark = pytest.mark.slow("benchmarks")
 
@@ -32,7 +32,7 @@ def _in_this_process(monkeypatch, tmp_path):
 
 
 def test_the_smallest_scale_predicts_peaks_and_durations(tmp_path):
-    assert memory.main(["--scale", "smoke", "--threads", "1", "--output", str(tmp_path)]) == 0
+    assert memory.main(["--scale", "smoke", "--threads", "1", "--out", str(tmp_path)]) == 0
     found = json.loads((tmp_path / "memory-smoke.json").read_text(encoding="utf-8"))
     assert found["gate"] == "passed"
     assert [row["table"] for row in found["rows"]] == ["peak", "duration"]
@@ -93,7 +93,7 @@ class TestACaseThatFails:
 
 def test_a_child_that_fails_says_why(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(memory, "ROOT", tmp_path)
-    child_file = tmp_path / "benchmarks" / "memory_lib" / "child.py"
+    child_file = tmp_path / "benchmarks" / "memory" / "child.py"
     child_file.parent.mkdir(parents=True)
     child_file.write_text("raise MemoryError('46 GiB')", encoding="utf-8")
     with pytest.raises(RuntimeError, match=r"exit code 1 and said: MemoryError: 46 GiB"):

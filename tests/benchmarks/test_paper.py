@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
@@ -13,7 +12,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -21,12 +19,12 @@ pytest.importorskip("matplotlib", reason="the pictures need the bench extra: pip
 
 from alto.early_exit import Recording
 from benchmarks.paper import curves
-from benchmarks.paper.experiments import EXPERIMENTS
+from benchmarks.paper.experiments import EXPERIMENTS, load
 from benchmarks.paper.recordings import by_batch_size, loss_at, quarter_kept, read_recordings, spearman, with_jobs
 from benchmarks.paper.running import is_done, run_one
 
 ROOT = Path(__file__).resolve().parents[2]
-ON_RECORDINGS = [name for name, experiment in EXPERIMENTS.items() if experiment.measure is not None]
+ON_RECORDINGS = [name for name, experiment in EXPERIMENTS.items() if experiment.recorded is not None]
 
 
 @pytest.fixture(scope="module")
@@ -44,11 +42,12 @@ def test_the_smallest_scale_passes_its_gate_and_is_drawn(tmp_path: Path, name: s
     assert is_done(name, "smoke", tmp_path)
 
 
-@pytest.mark.parametrize("name", [name for name, experiment in EXPERIMENTS.items() if experiment.program])
-def test_programs_are_there(name: str) -> None:
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_what_measures_and_draws_is_there(name: str) -> None:
     experiment = EXPERIMENTS[name]
-    assert (ROOT / "benchmarks" / str(experiment.program)).exists()
-    assert (ROOT / "benchmarks" / "results" / f"{experiment.topic}-cpu.json").exists()
+    assert (experiment.program is None) != (experiment.recorded is None)
+    for function in (experiment.program, experiment.recorded, experiment.drawing):
+        assert function is None or callable(load(function))
 
 
 def test_a_recording_that_misses_its_best_job_fails_the_gate(recording: Recording) -> None:
@@ -106,28 +105,6 @@ def test_batch_sizes_divide_a_sweep(recording: Recording) -> None:
     parts = by_batch_size(recording)
     assert list(parts) == [1, 2, 4, 8]
     assert sum(len(part.jobs) for part in parts.values()) == len(recording.jobs)
-
-
-def generator() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_paper_docs", ROOT / "tools" / "make_paper_docs.py")
-    assert spec is not None
-    assert spec.loader is not None
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
-
-
-def test_the_page_is_generated_from_the_results_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tool = generator()
-    assert tool.PAGE.read_text(encoding="utf-8") == tool.page(), "run python tools/make_paper_docs.py"
-    named = {line.partition("(paper/")[2].rstrip(")") for line in tool.page().splitlines() if line.startswith("![")}
-    assert named == {path.name for path in tool.PICTURES.iterdir()}
-    monkeypatch.setattr(tool, "PICTURES", tmp_path)
-    tool.draw()
-    once = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    tool.draw()
-    assert once == {path.name: path.read_bytes() for path in tmp_path.iterdir()}, "equal figures, equal pictures"
-    assert set(once) == named
 
 
 @pytest.mark.slow("benchmarks")

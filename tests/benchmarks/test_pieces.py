@@ -6,10 +6,11 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import pieces
 import pytest
 import torch
-from pieces import GateFailedError, Origin, Piece, Study, assemble, merge, read_pieces, run_pieces
+
+from benchmarks import pieces
+from benchmarks.pieces import GateFailedError, Origin, Piece, Study, assemble, merge, read_pieces, run_pieces
 
 pytestmark = pytest.mark.slow("benchmarks")
 

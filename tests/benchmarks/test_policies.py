@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-import policies
 import pytest
+
+from benchmarks.policies import program as policies
 
 pytestmark = pytest.mark.slow("benchmarks")
 
 
 def test_the_smallest_scale_passes_its_gate(tmp_path):
-    assert policies.main(["--scale", "smoke", "--output", str(tmp_path)]) == 0
+    assert policies.main(["--scale", "smoke", "--out", str(tmp_path)]) == 0
     found = json.loads((tmp_path / "policies-smoke.json").read_text(encoding="utf-8"))
     assert found["gate"] == "passed"
     assert set(policies.GOALS) <= set(found["figures"])
@@ -29,7 +30,7 @@ def test_a_recording_that_does_not_know_the_base_fails_the_gate(tmp_path, monkey
         return replace(found, jobs=(*found.jobs[:-1], replace(found.jobs[-1], start=None)))
 
     monkeypatch.setattr(policies.Recording, "read", forgetful)
-    assert policies.main(["--scale", "cpu", "--output", str(tmp_path)]) == 1
+    assert policies.main(["--scale", "cpu", "--out", str(tmp_path)]) == 1
     found = json.loads((tmp_path / "policies-cpu.json").read_text(encoding="utf-8"))
     assert found["figures"] == {}
     assert "the base's validation loss of every job" in " ".join(found["notes"])

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from policies_lib.outcomes import improvement_lost, interval, outcome_of, resampled
-from policies_lib.peers import PEERS, Kept, asha, hyperband, median, synchronous_halving
 
 from alto.early_exit import RecordedJob, Recording
 from alto.records import SplitLoss, StartValue
+from benchmarks.policies.outcomes import improvement_lost, interval, outcome_of, resampled
+from benchmarks.policies.peers import PEERS, Kept, asha, hyperband, median, synchronous_halving
 
 pytestmark = pytest.mark.slow("benchmarks")
 STEPS = 40

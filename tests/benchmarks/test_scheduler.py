@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 
 import pytest
-import scheduler
 import schedules
+
+from benchmarks import scheduler
 
 pytestmark = pytest.mark.slow("benchmarks")
 
 
 def test_the_smallest_scale_is_valid_and_no_worse_than_lpt(tmp_path):
-    assert scheduler.main(["--scale", "smoke", "--output", str(tmp_path)]) == 0
+    assert scheduler.main(["--scale", "smoke", "--out", str(tmp_path)]) == 0
     found = json.loads((tmp_path / "scheduler-smoke.json").read_text(encoding="utf-8"))
     assert found["gate"] == "passed"
     assert {row["case"] for row in found["rows"]} == {"paper", "gap_20_16", "replan", "simulated", "ablation_8_gpus"}

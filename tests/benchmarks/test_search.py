@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("optuna", reason="needs the bench extra: pip install -e '.[bench]'")
 
-import search
+from benchmarks import search
 
 pytestmark = [pytest.mark.slow("benchmarks"), pytest.mark.filterwarnings("ignore::FutureWarning")]
 
@@ -19,7 +19,7 @@ DATA = Path(__file__).parents[3] / "shared" / "data" / "gsm8k" / "train.jsonl"
 
 @pytest.mark.skipif(not DATA.exists(), reason=f"needs {DATA}")
 def test_the_smallest_scale_passes_its_gate(tmp_path: Path) -> None:
-    assert search.main(["--scale", "smoke", "--threads", "1", "--output", str(tmp_path)]) == 0
+    assert search.main(["--scale", "smoke", "--threads", "1", "--out", str(tmp_path)]) == 0
     found = json.loads((tmp_path / "search-smoke.json").read_text(encoding="utf-8"))
     assert found["gate"] == "passed"
     assert set(search.GOALS) <= set(found["figures"])

@@ -11,16 +11,16 @@ import pytest
 
 pytest.importorskip("fastapi", reason="the extra service is not installed")
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = pytest.mark.slow("benchmarks")
 
 
 def run(folder: Path, before: str = "") -> subprocess.CompletedProcess[str]:
-    arguments = ["--scale", "smoke", "--output", str(folder)]
-    program = f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r}); import service; {before}"
+    arguments = ["--scale", "smoke", "--out", str(folder)]
+    program = f"import sys; from benchmarks.service import program as service; {before}"
     program += f"sys.exit(service.main({arguments!r}))"
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    return subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
 
 
 def test_the_smallest_scale_passes_its_gate(tmp_path: Path) -> None:

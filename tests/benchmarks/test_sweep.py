@@ -9,10 +9,9 @@ import pytest
 
 pytest.importorskip("trl", reason="the baseline needs the extra 'bench'")
 
-from common import ROOT
-from sweep import main
-
 from alto.early_exit import Recording
+from benchmarks.common import ROOT
+from benchmarks.sweep import main
 
 pytestmark = pytest.mark.slow("benchmarks")
 
@@ -23,7 +22,7 @@ GSM8K = ROOT.parent / "shared" / "data" / "gsm8k" / "train.jsonl"
 @pytest.mark.skipif(not GSM8K.exists(), reason=f"needs GSM8K at {GSM8K}")
 def test_the_smallest_sweep_passes_its_gates(tmp_path: Path) -> None:
     recording = tmp_path / "recording.json.gz"
-    assert main(["--scale", "smoke", "--output", str(tmp_path), "--recording", str(recording), "--threads", "1"]) == 0
+    assert main(["--scale", "smoke", "--out", str(tmp_path), "--recording", str(recording), "--threads", "1"]) == 0
     result = json.loads((tmp_path / "sweep-smoke.json").read_text(encoding="utf-8"))
     assert result["gate"] == "passed"
     assert result["figures"]["batched_over_sequential"] > 0

@@ -10,15 +10,14 @@ import pytest
 
 pytest.importorskip("trl", reason="the oracle needs the extra 'bench'")
 
-import templates
-from templates_lib.chat_templates import STYLES, make_tokenizer
-from templates_lib.conversations import MESSAGES
-
 from alto.data.conversation import Message
+from benchmarks.templates import program as templates
+from benchmarks.templates.chat_templates import STYLES, make_tokenizer
+from benchmarks.templates.conversations import MESSAGES
 
 
 def test_the_smallest_scale_passes_its_gate(tmp_path: Path) -> None:
-    assert templates.main(["--scale", "smoke", "--output", str(tmp_path)]) == 0
+    assert templates.main(["--scale", "smoke", "--out", str(tmp_path)]) == 0
     found = json.loads((tmp_path / "templates-smoke.json").read_text(encoding="utf-8"))
     figures = found["figures"]
     assert found["gate"] == "passed"

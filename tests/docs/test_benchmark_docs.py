@@ -1,4 +1,4 @@
-"""The page of figures says what the result files say."""
+"""The pages of figures, and their pictures, say what the result files say."""
 
 from __future__ import annotations
 
@@ -6,20 +6,16 @@ import importlib.util
 from pathlib import Path
 from types import ModuleType
 
+import pytest
+
+pytest.importorskip("matplotlib", reason="the pictures need the bench extra: pip install -e '.[bench]'")
+
+from benchmarks.paper.experiments import EXPERIMENTS
+
 ROOT = Path(__file__).resolve().parents[2]
 
-OF_OTHER_PAGES = {
-    "architectures",  # docs/models.md
-    "batch_size",  # docs/paper.md has these
-    "early_exit_quality",
-    "patterns",
-    "rank_correlation",
-    "samples_saved",
-    "sensitivity",
-    "warmup_sweep",
-}
 
-
+@pytest.fixture(name="generator")
 def load_generator() -> ModuleType:
     spec = importlib.util.spec_from_file_location("make_benchmark_docs", ROOT / "tools" / "make_benchmark_docs.py")
     assert spec is not None
@@ -29,13 +25,32 @@ def load_generator() -> ModuleType:
     return generator
 
 
-def test_the_page_is_generated_from_the_results_as_they_are() -> None:
-    generator = load_generator()
-    assert generator.PAGE.read_text(encoding="utf-8") == generator.page(), "run python tools/make_benchmark_docs.py"
+def test_the_pages_are_generated_from_the_results_as_they_are(generator: ModuleType) -> None:
+    for file, text in generator.pages().items():
+        assert file.read_text(encoding="utf-8") == text, "run python tools/make_benchmark_docs.py"
 
 
-def test_every_result_file_and_every_note_has_its_section() -> None:
-    generator = load_generator()
-    results = {file.stem.rpartition("-")[0] for file in generator.RESULTS.glob("*.json")}
-    notes = {file.stem for file in generator.NOTES.glob("*.md")}
-    assert results - OF_OTHER_PAGES | notes == set(generator.TOPICS)
+def test_the_pictures_are_those_of_the_page(
+    generator: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = generator.pages()[ROOT / "docs" / "paper.md"]
+    named = {line.partition("(paper/")[2].rstrip(")") for line in page.splitlines() if line.startswith("![")}
+    assert named == {path.name for path in generator.PICTURES.iterdir()}
+    monkeypatch.setattr(generator, "PICTURES", tmp_path)
+    generator.draw()
+    once = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    generator.draw()
+    assert once == {path.name: path.read_bytes() for path in tmp_path.iterdir()}, "equal figures, equal pictures"
+    assert set(once) == named
+
+
+def test_every_result_file_and_every_note_has_its_section(generator: ModuleType) -> None:
+    results = {file.stem for file in generator.RESULTS_DIR.glob("*.json")}
+    known = {f"{found.topic}-{scale}" for found in EXPERIMENTS.values() for scale in found.scales}
+    assert results <= known
+    assert {file.stem for file in generator.NOTES.glob("*.md")} <= set(EXPERIMENTS)
+
+
+def test_no_result_stands_in_two_pages_or_sections() -> None:
+    files = [f"{found.topic}-{scale}" for found in EXPERIMENTS.values() for scale in found.scales if scale != "smoke"]
+    assert len(files) == len(set(files))

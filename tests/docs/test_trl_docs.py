@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from inspect import signature
@@ -33,11 +32,9 @@ import datasets
 import transformers
 import trl
 from peft import LoraConfig, get_peft_model_state_dict
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-from baselines.trl_parts import OrderedSampler
 from resident_jobs import Bank
+
+from benchmarks.baselines.trl_parts import OrderedSampler
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of TRL and of what it calls
 

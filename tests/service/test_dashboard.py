@@ -24,8 +24,8 @@ from alto.service.errors import ApiError
 from alto.service.openai.jobs import JobRequest
 from alto.service.store.events import add_event
 from alto.service.store.jobs import lock_job
-from benchmarks.service_lib.plane import simulated_plane
-from benchmarks.service_lib.simulated_cluster import SimulatedCluster
+from benchmarks.service.plane import simulated_plane
+from benchmarks.service.simulated_cluster import SimulatedCluster
 
 OTHER = "rival"
 

@@ -13,8 +13,8 @@ from services import ROWS, Served, local_plane, served, wait_for
 from alto.service.access import create_key
 from alto.service.api import tasks
 from alto.service.store.jobs import find_job
-from benchmarks.service_lib.plane import simulated_plane
-from benchmarks.service_lib.simulated_cluster import SimulatedCluster
+from benchmarks.service.plane import simulated_plane
+from benchmarks.service.simulated_cluster import SimulatedCluster
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")

@@ -21,8 +21,8 @@ from alto.service.coordinator import projection
 from alto.service.savings import savings_of
 from alto.service.store import Store
 from alto.service.store.jobs import lock_job
-from benchmarks.service_lib.plane import simulated_plane
-from benchmarks.service_lib.simulated_cluster import SimulatedCluster
+from benchmarks.service.plane import simulated_plane
+from benchmarks.service.simulated_cluster import SimulatedCluster
 
 BROWSER = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
 

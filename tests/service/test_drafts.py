@@ -21,8 +21,8 @@ from alto.service.errors import ApiError
 from alto.service.previews import Previews
 from alto.service.store.jobs import find_job
 from alto.spec import Task
-from benchmarks.service_lib.plane import simulated_plane
-from benchmarks.service_lib.simulated_cluster import SimulatedCluster
+from benchmarks.service.plane import simulated_plane
+from benchmarks.service.simulated_cluster import SimulatedCluster
 
 FIXED = {"learning_rate": 1e-4, "r": 8}
 

@@ -22,8 +22,8 @@ from alto.service.store import store as storing
 from alto.service.store.events import add_event
 from alto.service.store.jobs import find_job, lock_job
 from alto.service.store.tables import JobRow
-from benchmarks.service_lib.plane import simulated_plane
-from benchmarks.service_lib.simulated_cluster import SimulatedCluster
+from benchmarks.service.plane import simulated_plane
+from benchmarks.service.simulated_cluster import SimulatedCluster
 
 
 @pytest.fixture

@@ -23,8 +23,8 @@ from openai.types.uploads import UploadPart
 from services import ROWS, Served, served, wait_for
 
 from alto.service.store.tables import FileRow, JobRow, PartRow, UploadRow
-from benchmarks.service_lib.plane import simulated_plane
-from benchmarks.service_lib.simulated_cluster import SimulatedCluster
+from benchmarks.service.plane import simulated_plane
+from benchmarks.service.simulated_cluster import SimulatedCluster
 
 FIXED = {"learning_rate": 1e-4, "n_epochs": 1}
 PART = {"mime_type": "application/jsonl", "purpose": "fine-tune"}

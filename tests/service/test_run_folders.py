@@ -15,8 +15,8 @@ from alto.runs.trust import load_run_task
 from alto.service.coordinator import coordinator as coordinating
 from alto.service.coordinator.run_folders import clear_ended_runs
 from alto.service.store.jobs import find_job
-from benchmarks.service_lib.plane import simulated_plane
-from benchmarks.service_lib.simulated_cluster import SimulatedCluster
+from benchmarks.service.plane import simulated_plane
+from benchmarks.service.simulated_cluster import SimulatedCluster
 
 
 def create(service: Served, client: openai.OpenAI) -> str:

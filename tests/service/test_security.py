@@ -22,8 +22,8 @@ from alto.service.openai.objects import job_object
 from alto.service.settings import ServiceSettings
 from alto.service.store.tables import JobRow
 from alto.service.web import limits as body_limits
-from benchmarks.service_lib.plane import simulated_plane
-from benchmarks.service_lib.simulated_cluster import SimulatedCluster
+from benchmarks.service.plane import simulated_plane
+from benchmarks.service.simulated_cluster import SimulatedCluster
 
 JSON = {"content-type": "application/json"}
 FIXED = {"learning_rate": 1e-4, "n_epochs": 1}

@@ -10,8 +10,8 @@ from services import served
 from alto.cluster import Launch
 from alto.engine.control_plane import ControlPlane, RunOrder
 from alto.service.access import create_key, create_tenant
-from benchmarks.service_lib.plane import simulated_plane
-from benchmarks.service_lib.simulated_cluster import SimulatedCluster
+from benchmarks.service.plane import simulated_plane
+from benchmarks.service.simulated_cluster import SimulatedCluster
 
 SHARES = {"open-a": True, "open-b": True, "closed-a": False, "closed-b": False}
 

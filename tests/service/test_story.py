@@ -9,8 +9,8 @@ import openai
 import pytest
 from services import ROWS, Served, served, wait_for
 
-from benchmarks.service_lib.plane import simulated_plane
-from benchmarks.service_lib.simulated_cluster import SimulatedCluster
+from benchmarks.service.plane import simulated_plane
+from benchmarks.service.simulated_cluster import SimulatedCluster
 
 
 @pytest.fixture(scope="module")

@@ -13,13 +13,12 @@ os.environ.pop("TRITON_INTERPRET", None)  # read when the kernels are imported
 import torch
 import triton
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-from launches_lib.stub_driver import StubDriver
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from alto.kernels import DropoutKey, TokenSchedule, backend, choose_backend, triton_launch
 from alto.lora import AdapterBank, AdapterShape, BankLayout, SlotAdamW, SlotUpdate, TargetModule, compile_kernels
 from alto.spec import JobConfig
+from benchmarks.kernels.stub_driver import StubDriver
 
 MODULES = tuple(
     TargetModule(name=name, in_features=num_in, out_features=num_out)

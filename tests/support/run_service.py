@@ -15,8 +15,8 @@ from unittest.mock import patch
 import httpx2
 from services import served, wait_for
 
-from benchmarks.service_lib.plane import simulated_plane
-from benchmarks.service_lib.simulated_cluster import SimulatedCluster
+from benchmarks.service.plane import simulated_plane
+from benchmarks.service.simulated_cluster import SimulatedCluster
 
 __all__ = ["ServiceProcess"]
 

@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
-from wire import WireCounter
 
 from alto.backbone import load_backbone, load_network
 from alto.backbone.quantised import QuantisedLinear
@@ -30,6 +29,7 @@ from alto.kernels import TokenSchedule
 from alto.lora import AdapterBank, AdapterShape, BankLayout, bank_bytes, find_shared_inputs, inject, linear_modules
 from alto.objectives import job_losses
 from alto.spec import BaseModelSpec
+from benchmarks.adapter_parallel.wire import WireCounter
 
 Settings = dict[str, Any]
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-from templates_lib.trl_rows import trl_row
+from benchmarks.templates.trl_rows import trl_row
 
 __all__ = ["trl_labelled_row", "trl_pair", "trl_row"]
 

@@ -1,0 +1,58 @@
+"""The correctness gate: every way against PEFT in one process, from the same adapters on the same rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from benchmarks.adapter_parallel.one_by_one import Way
+from benchmarks.kernels.gate import random_adapters, relative_distance
+from benchmarks.kernels.variants import JobFacts, Sequential
+from benchmarks.kernels.workload import Workload
+
+__all__ = ["TOLERANCE", "gate_failures", "wrong"]
+
+TOLERANCE = 1e-4
+"""Largest relative error of a loss, and of the gradients of a job's ``A`` or ``B`` over the modules of a rank, in
+norm; in float32."""
+
+
+def gate_failures(
+    ways: Mapping[str, Way], base: PreTrainedModel, workload: Workload, batch_sizes: Sequence[int]
+) -> list[str]:
+    """What is wrong with the ways in their first step, a sentence each; the same list on every rank."""
+    adapters = random_adapters(base, workload.ranks)
+    alone = Sequential(base, workload)
+    failures = []
+    for batch_size in batch_sizes:
+        expected = alone.facts(batch_size, adapters)
+        for name, way in ways.items():
+            found = way.facts(batch_size, adapters)
+            of_ranks: list[tuple[list[str], set[tuple[int, str]]]] = [([], set())] * dist.get_world_size()
+            mine = {(job, module) for job, facts in found.items() for module in facts.gradients}
+            dist.all_gather_object(of_ranks, (wrong(found, expected), mine))
+            said = list(dict.fromkeys(failure for failures_of_rank, _ in of_ranks for failure in failures_of_rank))
+            missing = {(job, module) for job in range(len(expected)) for module in expected[job].gradients}
+            missing -= set().union(*(known for _, known in of_ranks))
+            said += [f"job {job}: no gradient of {module}" for job, module in sorted(missing)]
+            failures += [f"{name}, batch size {batch_size}, {failure}" for failure in said]
+    return failures
+
+
+def wrong(found: Mapping[int, JobFacts], expected: Sequence[JobFacts]) -> list[str]:
+    """Where what one rank knows is not what PEFT alone has, a sentence each."""
+    failures = []
+    for job, facts in found.items():
+        reference = expected[job]
+        distances = {"loss": abs(facts.loss - reference.loss) / abs(reference.loss)}
+        for side, letter in enumerate("AB"):
+            pairs = [(both[side], reference.gradients[module][side]) for module, both in facts.gradients.items()]
+            distances[f"gradient of {letter}"] = relative_distance(*zip(*pairs, strict=True))
+        failures += [
+            f"job {job}: {what} {distance:.1e} from PEFT alone, tolerance {TOLERANCE:.0e}"
+            for what, distance in distances.items()
+            if not distance <= TOLERANCE
+        ]
+    return failures

@@ -1,0 +1,91 @@
+"""What the three systems did, as it was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from alto import EarlyExit, TaskResult
+from alto.early_exit import Recording, ReplayResult, policy_from, replay
+from alto.records import ExitReason
+from alto.runs import read_entries
+from benchmarks.baselines.job import BaselineJob
+from benchmarks.dpo.judge import Worth
+
+__all__ = ["Measured", "Tuned"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuned:
+    """One ``alto tune``, and what PEFT finds its best adapter to be worth.
+
+    Attributes:
+        duration_s: From the call to the exported adapter and report: loading, tokenising, asking the base, training,
+            evaluating, checkpoints.
+        validation: The adapter on the validation pairs, which chose it.
+        heldout: The adapter on pairs that nothing was trained or chosen on.
+    """
+
+    result: TaskResult
+    duration_s: float
+    validation: Worth
+    heldout: Worth
+
+    @property
+    def told_accuracy(self) -> float:
+        """Reward accuracy on the validation pairs, as ALTO tells it of the adapter it exported."""
+        return self.result.best_metrics["reward_accuracy"]
+
+    @property
+    def saved_by(self) -> Mapping[ExitReason, float]:
+        """Share of the budgeted samples not trained, by the reason of the exit."""
+        saved: dict[ExitReason, float] = {}
+        for job in self.result.job_results:
+            if job.exit_reason is not None:
+                share = (job.samples_budgeted - job.samples_trained) / self.result.samples_budgeted
+                saved[job.exit_reason] = saved.get(job.exit_reason, 0.0) + share
+        return saved
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """All of it.
+
+    Attributes:
+        sequential: TRL's jobs by job id, of the first seed.
+        sequential_s: Loading and tokenising once, and all of its jobs.
+        batched, early_exit: ALTO by seed: to the end of every job, and with the default policy.
+        num_train, num_validation, num_heldout: Pairs.
+    """
+
+    sequential: Mapping[str, BaselineJob]
+    sequential_s: float
+    batched: Mapping[int, Tuned]
+    early_exit: Mapping[int, Tuned]
+    num_train: int
+    num_validation: int
+    num_heldout: int
+
+    @property
+    def first_seed(self) -> int:
+        """The seed of which all three systems trained the jobs."""
+        return next(iter(self.batched))
+
+    @cached_property
+    def recordings(self) -> Mapping[int, Recording]:
+        """The curves of ``batched`` by seed."""
+        return {
+            seed: Recording.from_journal(read_entries(Path(tuned.result.run_dir) / "journal.jsonl"))
+            for seed, tuned in self.batched.items()
+        }
+
+    @property
+    def recording(self) -> Recording:
+        """The curves of ``batched`` of the first seed."""
+        return self.recordings[self.first_seed]
+
+    def replayed(self, settings: EarlyExit) -> ReplayResult:
+        """What a policy would have done on that recording."""
+        return replay(self.recording, policy_from(settings), settings.ema_alpha)

@@ -1,0 +1,229 @@
+"""Preference tuning against what a user does today: 40 LoRA configurations of DPO on one base model.
+
+``sequential`` is TRL's ``DPOTrainer`` + PEFT, one job at a time; ``batched`` is ALTO with every job trained to its end,
+``early_exit`` ALTO with its default policy. All train the same jobs from the same adapters on the same pairs in the
+same order, and evaluate at the same steps. ALTO repeats both ways with other seeds; each best adapter is judged by PEFT
+on pairs that nobody has seen.
+
+    python -m benchmarks.paper dpo --scale cpu
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+from alto import Task
+from alto.backbone import Backbone, load_backbone, resolve_model
+from alto.data.split import carve_rows
+from alto.spec import BaseModelSpec, Job
+from benchmarks.baselines.job import BaselineJob
+from benchmarks.baselines.pairs import PreparedPairs, prepare_pairs, tokenize_pairs
+from benchmarks.baselines.trl_pairs import train_on_pairs
+from benchmarks.common import PREFERENCE_PAIRS, Result, option_parser, publish
+from benchmarks.dpo.gate import gate_failures
+from benchmarks.dpo.judge import Judge
+from benchmarks.dpo.measured import Measured, Tuned
+from benchmarks.dpo.start import first_adapter
+from benchmarks.dpo.tell import best_loss, figures, notes, rows
+from benchmarks.sweep import LEARNING_RATE_FACTOR, PAPER_LEARNING_RATES, eval_steps, observed, tune
+
+SOURCE = "rasbt/"
+"""Of the sources of the mixture one that so small a model can learn from: the chosen answer is the more polite one."""
+
+BETA = 0.1
+EVAL_STEPS = 0.1
+"""Share of a job's steps between two evaluations; the default policy's rungs come on top."""
+
+DATA_SEED = 42
+
+GOALS = {
+    "batched_over_sequential": (">=", 2.0),
+    "early_exit_over_sequential": (">=", 16.0),
+    "accuracy_delta_points": ("<=", 0.5),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """How much of the sweep one scale runs.
+
+    Attributes:
+        train, validation, heldout: Pairs to train on, to choose by, and to judge the chosen on.
+        seeds: Of the jobs; TRL trains those of the first alone.
+    """
+
+    train: int
+    validation: int
+    heldout: int
+    epochs: int
+    max_length: int
+    learning_rates: tuple[float, ...]
+    ranks: tuple[int, ...]
+    batch_sizes: tuple[int, ...]
+    seeds: tuple[int, ...]
+
+
+SIZES = {
+    "smoke": Size(
+        train=24,
+        validation=8,
+        heldout=16,
+        epochs=1,
+        max_length=256,
+        learning_rates=(2e-3,),
+        ranks=(8,),
+        batch_sizes=(4, 8),
+        seeds=(1, 2),
+    ),
+    "cpu": Size(
+        train=384,
+        validation=160,
+        heldout=525,
+        epochs=1,
+        max_length=256,
+        learning_rates=tuple(LEARNING_RATE_FACTOR * rate for rate in PAPER_LEARNING_RATES),
+        ranks=(16, 64),
+        batch_sizes=(2, 4, 8, 16),
+        seeds=(1, 2, 3),
+    ),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = option_parser(__doc__, SIZES, model="alto-tiny", dataset=PREFERENCE_PAIRS, threads=True)
+    parser.add_argument("--recordings", type=Path, help="folder for the curves of all jobs, a file for every seed")
+    options = parser.parse_args(arguments)
+    size = SIZES[options.scale]
+    torch.set_num_threads(options.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        measured = measure(size, options.model, options.dataset, Path(folder))
+        failures = gate_failures(measured)
+        if options.recordings is not None and not failures:
+            for seed, recording in measured.recordings.items():
+                recording.write(options.recordings / f"dpo-alto-tiny-{seed}.json.gz")
+        result = Result.of(
+            benchmark="dpo",
+            scale=options.scale,
+            gate_failures=failures,
+            figures={} if failures else figures(measured),
+            goals=GOALS if options.scale == "cpu" else {},
+            rows=[] if failures else rows(measured),
+            notes=[*about(size), *([] if failures else notes(measured))],
+        )
+    return publish(result, options.out)
+
+
+def measure(size: Size, model: str, data: Path, folder: Path) -> Measured:
+    """Run the three systems on the first seed; ``sequential`` in two halves around the others, so that a slow hour hits
+    all of them. Then ALTO's two on the other seeds."""
+    train, validation, heldout = carve_rows(read_pairs(data), (size.train, size.validation, size.heldout), DATA_SEED)
+    for name, pairs in (("train", train), ("validation", validation)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs), encoding="utf-8")
+    tasks = {seed: make_task(size, model, folder, seed) for seed in size.seeds}
+    prepared = prepare_pairs(resolve_model(model), train, validation, folder, max_length=size.max_length)
+    judges = {
+        "validation": Judge(prepared, prepared.validation.to_list(), BETA),
+        "heldout": Judge(prepared, tokenize_pairs(prepared.tokenizer, heldout, max_length=size.max_length), BETA),
+    }
+    backbone = load_backbone(BaseModelSpec(id=model))
+    first = tasks[size.seeds[0]]
+    found = dict(sequential(first, prepared, backbone, first.jobs[::2]))
+    batched, early_exit = {}, {}
+    for seed, task in tasks.items():
+        batched[seed] = tuned(observed(task), judges, folder / "runs")
+        early_exit[seed] = tuned(task, judges, folder / "runs")
+        if task is first:
+            found |= dict(sequential(first, prepared, backbone, first.jobs[1::2]))
+    return Measured(
+        sequential={job.id: found[job.id] for job in first.jobs},
+        sequential_s=prepared.duration_s + sum(job.duration_s for job in found.values()),
+        batched=batched,
+        early_exit=early_exit,
+        num_train=size.train,
+        num_validation=size.validation,
+        num_heldout=size.heldout,
+    )
+
+
+def tuned(task: Task, judges: dict[str, Judge], output_dir: Path) -> Tuned:
+    """What ``alto tune`` does for a user who has never asked this base about these pairs."""
+    with tempfile.TemporaryDirectory() as cache, mock.patch.dict(os.environ, ALTO_CACHE=cache):
+        result, duration_s = tune(task, output_dir)
+    return Tuned(
+        result=result,
+        duration_s=duration_s,
+        **{name: judge.worth(result.adapter_dir) for name, judge in judges.items()},
+    )
+
+
+def sequential(
+    task: Task, prepared: PreparedPairs, backbone: Backbone, jobs: Sequence[Job]
+) -> Iterator[tuple[str, BaselineJob]]:
+    """Train ``jobs`` with TRL, one after the other."""
+    for number, job in enumerate(jobs, start=1):
+        found = train_on_pairs(
+            prepared,
+            job.config.model_dump(),
+            start=first_adapter(backbone, job.config),
+            eval_at_steps=eval_steps(task, job, len(prepared.train)),
+        )
+        print(f"trl {number}/{len(jobs)} {job.id}: {found.duration_s:.1f} s, best {best_loss(found):.4f}", flush=True)
+        yield job.id, found
+
+
+def make_task(size: Size, model: str, folder: Path, seed: int) -> Task:
+    """The sweep as a task on the files in ``folder``, so that every system reads the same."""
+    return Task(
+        name=f"dpo-{seed}",
+        method="dpo",
+        beta=BETA,
+        model=model,
+        dataset=str(folder / "train.jsonl"),
+        validation_dataset=str(folder / "validation.jsonl"),
+        max_length=size.max_length,
+        num_train_epochs=size.epochs,
+        eval_steps=EVAL_STEPS,
+        lora_alpha="2*r",
+        seed=seed,
+        search_space={
+            "learning_rate": list(size.learning_rates),
+            "r": list(size.ranks),
+            "per_device_train_batch_size": list(size.batch_sizes),
+        },
+    )
+
+
+def read_pairs(path: Path) -> list[dict[str, str]]:
+    """Pairs of ``SOURCE`` in the file, each prompt once, without those whose replies are alike."""
+    with gzip.open(path, "rt", encoding="utf-8") as lines:
+        pairs = [json.loads(line) for line in lines]
+    chosen = {
+        pair["prompt"]: {key: pair[key] for key in ("prompt", "chosen", "rejected")}
+        for pair in pairs
+        if pair["source"].startswith(SOURCE) and pair["chosen"].strip() != pair["rejected"].strip()
+    }
+    return list(chosen.values())
+
+
+def about(size: Size) -> list[str]:
+    """What was run, in sentences."""
+    return [
+        f"{size.train} pairs of pref_mix's {SOURCE.rstrip('/')} rows to train on, {size.epochs} epochs; "
+        f"{size.validation} to choose by; {size.heldout} held out, on which PEFT judges the winners. beta {BETA} "
+        "throughout, because losses under different betas cannot be compared; "
+        f"the paper's learning rates times {LEARNING_RATE_FACTOR}.",
+        f"ALTO's two ways on {len(size.seeds)} seeds, TRL on the first; times are those of the first.",
+        "Every system computes in float32; TRL's default on a CPU is bfloat16 autocast.",
+        "In favour of sequential: gradient checkpointing off (TRL's default is on), rows tokenised and the base model "
+        "loaded once, reference log-probabilities kept by TRL for jobs of the same rank, no checkpoints saved, "
+        "validation rows sorted by length. ALTO begins each run with an empty cache.",
+    ]

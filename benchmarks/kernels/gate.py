@@ -1,0 +1,171 @@
+"""The correctness gate: every variant against ALTO's reference ops on a float64 copy of the same weights."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from alto.backbone import Backbone
+from alto.kernels import TokenSchedule
+from alto.lora import AdapterBank, AdapterShape, AdapterWeights, BankLayout, adapter_scale, inject, linear_modules
+from alto.objectives import Learners, find_objective, job_losses
+from benchmarks.kernels.variants import JobFacts, Variant, share
+from benchmarks.kernels.workload import Workload
+
+__all__ = ["Judge", "Tolerance", "gate_failures", "reference_ops", "relative_distance", "tolerance_of"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tolerance:
+    """Largest relative error of a loss, and of a job's gradients of ``A`` or ``B`` over all modules, in norm."""
+
+    loss: float
+    gradient: float
+
+
+def tolerance_of(dtype: torch.dtype, hidden_size: int) -> Tolerance:
+    """What rounding may do to one job of a random model of this hidden size, cut to two layers, its base in ``dtype``.
+
+    In bfloat16 most of the distance is the base's own rounding, the same for all variants. A rounding is off by up to
+    2^-8 of the number, by 1.6e-3 of it in the mean of squares; GEMMs add up in float32, so what counts is how often a
+    result is stored, not how many products were summed for it. Through the stores of two layers a gradient comes to at
+    most 3e-2 of its norm (measured on a CPU: 1.3e-2 at hidden size 128, 1.9e-2 at 2,048, 2.6e-2 at 4,096); half of its
+    variance stems from the forward pass, so activations are e = 3e-2 / sqrt(2) = 2.1e-2 off.
+
+    Weights have a deviation of 0.02 and the head's input has a mean square of 1, so logits have a deviation of
+    0.02 sqrt(H), 1.28 at H = 4,096, and errors of 1.28 e = 2.7e-2, which the softmax passes on to a token's loss as
+    they are. They differ in sign from token to token: a job of n trained tokens is 2.7e-2 / sqrt(n) off, 4.7e-3 for the
+    shortest row, n = 34, of a loss of ln(2,048) + 1.28² / 2 = 8.4: a deviation of 5.5e-4. The largest of 32 jobs in
+    seven ways, most of them of three times as many tokens, stays below 3.6 of these: 2e-3 (measured: 5.4e-4, the
+    largest of six jobs in three ways). Of H, sqrt(H) remains; small models keep 1e-3. Finer mistakes show in the
+    gradients.
+    """
+    if dtype == torch.float32:
+        return Tolerance(loss=1e-5, gradient=1e-4)
+    assert dtype == torch.bfloat16, dtype
+    return Tolerance(loss=max(1e-3, 2e-3 * (hidden_size / 4096) ** 0.5), gradient=3e-2)
+
+
+def random_adapters(model: PreTrainedModel, ranks: Sequence[int], seed: int = 0) -> list[AdapterWeights]:
+    """One adapter for each rank, ``B`` not zero, rounded to the model's dtype so that all variants hold the same."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def matrix(rows: int, columns: int, width: int) -> Tensor:
+        drawn = torch.randn(rows, columns, generator=generator) * width**-0.5
+        return drawn.to(model.dtype).float()
+
+    return [
+        AdapterWeights(
+            {
+                module.name: (
+                    matrix(module.in_features, rank, module.in_features),
+                    matrix(rank, module.out_features, 16 * rank),
+                )
+                for module in linear_modules(model)
+            }
+        )
+        for rank in ranks
+    ]
+
+
+class Judge:
+    """Compares variants with the reference on one step, one after the other."""
+
+    def __init__(self, base: PreTrainedModel, workload: Workload, batch_size: int) -> None:
+        self._workload, self._batch_size = workload, batch_size
+        self._adapters = random_adapters(base, workload.ranks)
+        self._exact = reference_facts(base, workload, batch_size, self._adapters)
+        self._bare = reference_facts(base, workload, batch_size, None)
+        self._tolerance = tolerance_of(base.dtype, base.config.hidden_size)
+
+    def failures(self, name: str, variant: Variant) -> list[str]:
+        """What is wrong with the variant, a sentence each; empty where it agrees with the reference."""
+        found = variant.facts(self._batch_size, self._adapters)
+        expected = self._bare if name == "frozen" else self._exact
+        return [
+            f"{name}, job {job} (rank {self._workload.ranks[job]}), {what}: {distance:.1e} from the float64 reference, "
+            f"tolerance {limit:.0e}"
+            for job, (one, other) in enumerate(zip(found, expected, strict=True))
+            for what, distance, limit in _distances(one, other, self._tolerance)
+            if not distance <= limit
+        ]
+
+
+def gate_failures(
+    variants: Mapping[str, Variant], base: PreTrainedModel, workload: Workload, batch_size: int
+) -> list[str]:
+    """What is wrong with the variants on one step, a sentence each; empty when all agree with the reference."""
+    judge = Judge(base, workload, batch_size)
+    return [failure for name, variant in variants.items() for failure in judge.failures(name, variant)]
+
+
+def reference_facts(
+    base: PreTrainedModel, workload: Workload, batch_size: int, adapters: Sequence[AdapterWeights] | None
+) -> list[JobFacts]:
+    """Losses and gradients by the reference ops in float64 (norms and losses in float32, as the model's own code has
+    them), and without adapters where there are none given."""
+    with reference_ops():
+        backbone = Backbone(copy.deepcopy(share(base)).double(), None, "random")
+        modules = linear_modules(backbone.model)
+        layout = BankLayout(modules=modules, max_rank=max(workload.ranks))
+        bank = AdapterBank(layout, len(workload.ranks), device=base.device, dtype=torch.float64)
+        context = inject(backbone.model, bank)
+    scales = [adapter_scale(job.config) for job in workload.jobs(batch_size)]
+    for slot, adapter in enumerate(adapters or []):
+        bank.occupy(slot, AdapterShape(rank=workload.ranks[slot], targets=modules))
+        bank.write(slot, adapter)
+    losses = [0.0] * len(workload.ranks)  # a job may have rows in several passes
+    for batch in workload.batches(batch_size, base.device):
+        schedule = TokenSchedule.build(batch.slots, batch.job_tokens, [scales[slot] for slot in batch.slots])
+        with context.use(schedule) if adapters is not None else nullcontext():
+            losses_J = job_losses(backbone, batch, [Learners(find_objective("sft"), ())])
+            if adapters is not None:
+                losses_J.sum().backward()
+        for slot, loss in zip(batch.slots, losses_J.tolist(), strict=True):
+            losses[slot] += loss
+    return [
+        JobFacts(
+            loss=loss,
+            gradients=bank.read(slot, bank.grads_ZP) if adapters else AdapterWeights({}),
+        )
+        for slot, loss in enumerate(losses)
+    ]
+
+
+def relative_distance(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """Norm of the difference over the norm of what was expected, all tensors taken as one vector."""
+    differences = [one.double() - other.double() for one, other in zip(found, expected, strict=True)]
+    return float(_norm(differences) / _norm(expected))
+
+
+@contextmanager
+def reference_ops() -> Iterator[None]:
+    """Let ALTO choose its reference backend inside."""
+    before = os.environ.get("ALTO_KERNELS")
+    os.environ["ALTO_KERNELS"] = "reference"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["ALTO_KERNELS"]
+        else:
+            os.environ["ALTO_KERNELS"] = before
+
+
+def _norm(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack([tensor.double().norm() for tensor in tensors]).norm()
+
+
+def _distances(found: JobFacts, expected: JobFacts, tolerance: Tolerance) -> Iterator[tuple[str, float, float]]:
+    yield "loss", abs(found.loss - expected.loss) / abs(expected.loss), tolerance.loss
+    for side, name in enumerate("AB"):
+        if expected.gradients:
+            pairs = [(found.gradients[module][side], both[side]) for module, both in expected.gradients.items()]
+            yield f"gradient of {name}", relative_distance(*zip(*pairs, strict=True)), tolerance.gradient

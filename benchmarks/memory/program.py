@@ -1,0 +1,277 @@
+"""Predicted against measured: the peak of memory over many packings, and the duration of whole tasks.
+
+    python -m benchmarks.paper memory --scale cpu
+    python -m benchmarks.paper memory --scale gpu --stages peaks --out results   # a piece of it
+
+Random weights of real configurations, rows of random tokens as long as GSM8K's. For every model the jobs are planned
+once, as ``alto plan`` does. Then every packing takes a few steps in a process of its own, whose peak is compared with
+what the memory law said of the tokens that it really batched. Every task of ``durations`` is planned, then trained to
+its end with early exit off. The gate: every measured peak is above the base model's own bytes, every task did all of
+its steps.
+
+A case that fails is recorded and the others go on, but what it belongs to has no figures then, and the exit code is 1.
+The pieces of several commands make one result, see ``pieces.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common import ROOT, format_table, option_parser
+from benchmarks.kernels.lengths import row_lengths
+from benchmarks.kernels.shapes import SHAPES, random_model
+from benchmarks.memory.plans import PLANS, DurationCase, ModelPlan, PeakCase, Plan
+from benchmarks.pieces import Action, Flush, Piece, Study, describe_error, read_pieces, run_pieces
+
+STAGES = ("peaks", "durations")
+
+GOALS = {
+    "memory_error_median": ("<=", 0.05),
+    "memory_error_worst": ("<=", 0.12),
+    "memory_above_prediction": ("<=", 0.10),
+    "duration_error_worst": ("<=", 0.15),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _options(arguments)
+    plan = PLANS[options.scale]
+    if plan.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("--scale gpu: expected an NVIDIA GPU, found none; choose --scale cpu")
+    chosen = {
+        _piece_name(model, stage): _action(plan, model, stage, options.threads)
+        for stage in STAGES
+        if stage in options.stages
+        for model in plan.models
+        if model.shape in options.models
+    }
+    whole = study(options.scale)
+    code = run_pieces(whole, chosen, options.out)
+    rows = [row for piece in read_pieces(whole, options.out) if piece.name in chosen for row in piece.rows]
+    if rows:
+        print(format_table(list(rows[0]), (list(row.values()) for row in rows)))
+    return code
+
+
+def study(scale: str) -> Study:
+    """What is measured at ``scale``: all pieces, and what is said of them."""
+    return Study(
+        benchmark="memory",
+        scale=scale,
+        pieces=tuple(_piece_name(model, stage) for stage in STAGES for model in PLANS[scale].models),
+        goals=GOALS,
+        notes=(
+            "memory_above_prediction is the most that a peak was above its prediction, as a share of the prediction; "
+            "a tenth of the memory is planned with as margin.",
+            "Peaks are of the whole process on a CPU, of the allocator's reserve on CUDA, base model included.",
+            "Durations are of training, evaluation and checkpoints, in the packing that the plan chose; loading the "
+            "model and reading the rows are not in them, nor in what is predicted.",
+        ),
+        figures=partial(_figures_of_pieces, scale),
+    )
+
+
+def figures(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """The figures that the rows come to; of a table without rows none."""
+    memory = [row["predicted"] / row["measured"] - 1 for row in rows if row["table"] == "peak"]
+    durations = [abs(row["predicted"] / row["measured"] - 1) for row in rows if row["table"] == "duration"]
+    found = {}
+    if memory:
+        found |= {
+            "memory_error_median": statistics.median(map(abs, memory)),
+            "memory_error_worst": max(map(abs, memory)),
+            "memory_above_prediction": max(0.0, *(1 / (1 + error) - 1 for error in memory)),
+        }
+    if durations:
+        found |= {"duration_error_median": statistics.median(durations), "duration_error_worst": max(durations)}
+    return found
+
+
+def _figures_of_pieces(scale: str, pieces: Mapping[str, Piece]) -> dict[str, float]:
+    """Of every stage that is measured whole, on all models: the worst of some cases is not the worst of all."""
+    rows: list[dict[str, Any]] = []
+    for stage in STAGES:
+        found = [pieces.get(_piece_name(model, stage)) for model in PLANS[scale].models]
+        if all(piece is not None and piece.is_sound for piece in found):
+            rows += [row for piece in found if piece is not None for row in piece.rows]
+    return figures(rows)
+
+
+def _piece_name(model: ModelPlan, stage: str) -> str:
+    return f"{model.shape} {stage}"
+
+
+def _action(plan: Plan, model: ModelPlan, stage: str, threads: int) -> Action:
+    measure = {"peaks": _peaks, "durations": _durations}[stage]
+
+    def action(piece: Piece, flush: Flush) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            _save(model, plan, Path(folder))
+            measure(_Child(plan, model, Path(folder), threads), model, piece, flush)
+
+    return action
+
+
+def _peaks(child: _Child, model: ModelPlan, piece: Piece, flush: Flush) -> None:
+    most = max(case.num_jobs for case in model.peaks)
+    largest = max(case.batch_size for case in model.peaks)
+    ranks = [model.ranks[index % len(model.ranks)] for index in range(most)]
+    jobs = _jobs(ranks, [largest])
+    planned = child.ask("plan", jobs)
+    for case in model.peaks:
+        name = f"{model.shape}: {case.num_jobs} jobs × {case.batch_size} rows"
+        try:
+            row = _peak(child, model, case, planned, jobs)
+        except Exception as error:
+            piece.errors.append(f"{name}: {describe_error(error)}")
+            continue
+        if row["measured"] <= _least_bytes(model):
+            piece.failures.append(f"{name}: a peak of {row['measured']} bytes, less than the base model's")
+            continue
+        piece.rows.append({"table": "peak", "case": name, **row})
+        print(piece.rows[-1], flush=True)
+        flush()
+
+
+def _least_bytes(model: ModelPlan) -> int:
+    """Fewer than the base model's own bytes, whatever its precision."""
+    return int(SHAPES[model.shape]["vocab_size"] * SHAPES[model.shape]["hidden_size"])
+
+
+def _peak(
+    child: _Child, model: ModelPlan, case: PeakCase, planned: Mapping[str, Any], jobs: Mapping[str, Any]
+) -> dict[str, Any]:
+    limit = {"max_tokens_per_pass": case.max_tokens_per_pass}
+    found = child.ask("peak", {**jobs, **limit}, num_jobs=case.num_jobs, batch_size=case.batch_size)
+    memory, bank = planned["memory"], planned["slot_bytes"] * case.num_jobs
+    predicted = memory["fixed_bytes"] + memory["bytes_per_token"] * found["num_tokens"] + bank
+    return {
+        "tokens": found["num_tokens"],
+        "predicted": predicted,
+        "measured": found["peak_bytes"],
+        "error": predicted / found["peak_bytes"] - 1,
+    }
+
+
+def _durations(child: _Child, model: ModelPlan, piece: Piece, flush: Flush) -> None:
+    for case in model.durations:
+        try:
+            row = _duration(child, case)
+        except Exception as error:
+            piece.errors.append(f"{case.name}: {describe_error(error)}")
+            continue
+        piece.rows.append({"table": "duration", "case": case.name, **row})
+        print(piece.rows[-1], flush=True)
+        flush()
+
+
+def _duration(child: _Child, case: DurationCase) -> dict[str, Any]:
+    task = _duration_task(case)
+    planned = child.ask("plan", task, num_rows=case.num_rows)
+    limits = {key: planned[key] for key in ("max_slots", "max_tokens_per_step", "max_tokens_per_pass")}
+    found = child.ask("run", task | limits, num_rows=case.num_rows)
+    return {
+        "tokens": planned["max_tokens_per_step"],
+        "predicted": planned["duration_s"],
+        "measured": found["duration_s"],
+        "error": planned["duration_s"] / found["duration_s"] - 1,
+    }
+
+
+class _Child:
+    """Asks processes of their own about tasks on one model."""
+
+    def __init__(self, plan: Plan, model: ModelPlan, folder: Path, threads: int) -> None:
+        self._plan, self._model, self._folder, self._threads = plan, model, folder, threads
+
+    def ask(self, action: str, task: dict[str, Any], num_rows: int | None = None, **packing: int) -> dict[str, Any]:
+        lengths = row_lengths(self._model.tokenizer)[:num_rows]
+        request = {
+            "action": action,
+            "task": {"model": str(self._folder), "dataset": "random.jsonl", "dtype": self._plan.dtype, **task},
+            "lengths": lengths,
+            "device": self._plan.device,
+            "threads": self._threads,
+            **packing,
+        }
+        return in_child(request)
+
+
+def in_child(request: dict[str, Any]) -> dict[str, Any]:
+    """What ``child.py`` answers, in a process of its own.
+
+    Raises:
+        RuntimeError: It ended without an answer; says the last line of what it wrote on stderr, all of which is passed
+            on.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.memory.child"],
+        cwd=ROOT,
+        input=json.dumps(request),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    sys.stderr.write(done.stderr)
+    if done.returncode:
+        said = (done.stderr.strip() or "nothing").splitlines()[-1]
+        raise RuntimeError(f"its process ended with exit code {done.returncode} and said: {said}")
+    answer: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return answer
+
+
+def _save(model: ModelPlan, plan: Plan, folder: Path) -> None:
+    """A model with random weights and a tokenizer, as ``from_pretrained`` takes them."""
+    from transformers import AutoTokenizer
+
+    from alto.backbone import resolve_model
+
+    AutoTokenizer.from_pretrained(resolve_model("alto-tiny")).save_pretrained(folder)
+    dtype = getattr(torch, plan.dtype)
+    random_model(SHAPES[model.shape], device=torch.device("cpu"), dtype=dtype).save_pretrained(folder)
+
+
+def _jobs(ranks: Sequence[int], batch_sizes: Sequence[int]) -> dict[str, Any]:
+    """A task with a job for every rank and batch size."""
+    pairs = [(rank, size) for rank in ranks for size in batch_sizes]
+    return {
+        "learning_rate": 1e-4,
+        "num_train_epochs": 1,
+        "early_exit": False,
+        "search_space": {
+            "paired": {
+                "r": [rank for rank, _ in pairs],
+                "per_device_train_batch_size": [size for _, size in pairs],
+                "seed": list(range(len(pairs))),
+            }
+        },
+    }
+
+
+def _duration_task(case: DurationCase) -> dict[str, Any]:
+    return _jobs(case.ranks, case.batch_sizes) | {"num_train_epochs": case.num_epochs, "name": case.name}
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = option_parser(__doc__, PLANS, threads=True)
+    parser.add_argument("--models", nargs="+", help="of these models alone")
+    parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES, help="these stages alone")
+    options = parser.parse_args(arguments)
+    known = [model.shape for model in PLANS[options.scale].models]
+    options.models = options.models or known
+    if unknown := sorted(set(options.models) - set(known)):
+        parser.error(
+            f"--models: expected some of {', '.join(known)} at --scale {options.scale}, found {', '.join(unknown)}"
+        )
+    return options
