@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 
-from benchmarks.adapter_parallel.one_by_one import OneByOne, peft_model, token_loss
+from benchmarks.adapter_parallel.one_by_one import OneByOne, token_loss
+from benchmarks.kernels.variants import peft_model
 from benchmarks.kernels.workload import Workload
 
 __all__ = ["FullySharded"]

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from benchmarks.adapter_parallel.one_by_one import Way
-from benchmarks.kernels.gate import random_adapters, relative_distance
+from benchmarks.kernels.gate import distances, random_adapters
 from benchmarks.kernels.variants import JobFacts, Sequential
 from benchmarks.kernels.workload import Workload
 
@@ -43,16 +43,9 @@ def gate_failures(
 
 def wrong(found: Mapping[int, JobFacts], expected: Sequence[JobFacts]) -> list[str]:
     """Where what one rank knows is not what PEFT alone has, a sentence each."""
-    failures = []
-    for job, facts in found.items():
-        reference = expected[job]
-        distances = {"loss": abs(facts.loss - reference.loss) / abs(reference.loss)}
-        for side, letter in enumerate("AB"):
-            pairs = [(both[side], reference.gradients[module][side]) for module, both in facts.gradients.items()]
-            distances[f"gradient of {letter}"] = relative_distance(*zip(*pairs, strict=True))
-        failures += [
-            f"job {job}: {what} {distance:.1e} from PEFT alone, tolerance {TOLERANCE:.0e}"
-            for what, distance in distances.items()
-            if not distance <= TOLERANCE
-        ]
-    return failures
+    return [
+        f"job {job}: {what} {distance:.1e} from PEFT alone, tolerance {TOLERANCE:.0e}"
+        for job, facts in found.items()
+        for what, distance in distances(facts, expected[job]).items()
+        if not distance <= TOLERANCE
+    ]

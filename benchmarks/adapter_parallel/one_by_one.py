@@ -8,18 +8,16 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
-from transformers import PreTrainedModel
 
 from alto.lora import AdapterWeights
 from benchmarks.baselines.stacked import MAX_GRAD_NORM
-from benchmarks.kernels.variants import JobFacts, share
+from benchmarks.kernels.variants import JobFacts
 from benchmarks.kernels.workload import LEARNING_RATE, Workload
 
-__all__ = ["OneByOne", "Way", "peft_model", "token_loss"]
+__all__ = ["OneByOne", "Way", "token_loss"]
 
 _PREFIX = "base_model.model."
 
@@ -116,12 +114,6 @@ class OneByOne:
             whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient.clone()
             found.setdefault(_place(name)[0], []).append(whole.T)
         return AdapterWeights({module: (a, b) for module, (a, b) in found.items()})
-
-
-def peft_model(base: PreTrainedModel, rank: int) -> PeftModel:
-    """PEFT's adapter of this rank on every linear layer of a copy of ``base``, in its dtype."""
-    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
-    return get_peft_model(share(base), config, autocast_adapter_dtype=False).train()
 
 
 def token_loss(logits: Tensor, targets: Tensor, num_trained: int) -> Tensor:

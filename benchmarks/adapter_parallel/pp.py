@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from transformers import PreTrainedModel
 
-from benchmarks.adapter_parallel.one_by_one import OneByOne, peft_model, token_loss
+from benchmarks.adapter_parallel.one_by_one import OneByOne, token_loss
+from benchmarks.kernels.variants import peft_model
 from benchmarks.kernels.workload import Workload
 
 __all__ = ["Pipeline"]

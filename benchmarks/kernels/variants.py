@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,8 +15,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from alto.backbone import Backbone
+from alto.backbone.sharding import find_roots, shard
 from alto.data import TokenBatch
-from alto.executor import BankSize, JobState, MicroBatches, TaskContext, build_trainer, initial_states
+from alto.executor import BankSize, JobState, MicroBatches, Ranks, TaskContext, build_trainer, initial_states
 from alto.lora import AdapterWeights, adapter_scale, linear_modules
 from alto.objectives import Learners, find_objective, job_losses
 from benchmarks.baselines import grouped_mm, loop, lorafusion
@@ -24,7 +25,7 @@ from benchmarks.baselines.bare_peft import loss_sum
 from benchmarks.baselines.stacked import MAX_GRAD_NORM, AfterBase, JobTokens, Products, StackedAdapters
 from benchmarks.kernels.workload import LEARNING_RATE, Workload
 
-__all__ = ["VARIANTS", "JobFacts", "Variant", "build", "share", "usable_variants"]
+__all__ = ["VARIANTS", "JobFacts", "Ours", "Variant", "build", "peft_model", "share", "usable_variants"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +74,12 @@ class Frozen:
         return [JobFacts(loss=loss, gradients={}) for loss in self.backward(batch_size)]
 
 
+def peft_model(base: PreTrainedModel, rank: int) -> PeftModel:
+    """PEFT's adapter of this rank on every linear layer of a copy of ``base``, in its dtype."""
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    return get_peft_model(share(base), config, autocast_adapter_dtype=False).train()
+
+
 class Sequential:
     """What is done today: PEFT, one job at a time, each batch padded to its longest row.
 
@@ -112,9 +119,7 @@ class _PeftJob:
     """A PEFT adapter of one rank on the shared base, and its optimizer."""
 
     def __init__(self, base: PreTrainedModel, rank: int) -> None:
-        config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
-        self._model: PeftModel = get_peft_model(share(base), config, autocast_adapter_dtype=False)
-        self._model.train()
+        self._model = peft_model(base, rank)
         self._parameters = {name: value for name, value in self._model.named_parameters() if value.requires_grad}
         self._optimizer = torch.optim.AdamW(
             list(self._parameters.values()), lr=LEARNING_RATE, weight_decay=0.0, fused=True
@@ -207,23 +212,36 @@ class Stacked:
 
 
 class Ours:
-    """ALTO as it is installed: its trainer, bank and optimizer, on the backend that it chooses."""
+    """ALTO as it is installed: its trainer, bank and optimizer, on the backend that it chooses.
 
-    def __init__(self, base: PreTrainedModel, workload: Workload, *, torch_compile: bool = False) -> None:
+    Args:
+        ranks: Where there are several, the base is sharded over them, and each has as many of the adapters.
+    """
+
+    def __init__(
+        self, base: PreTrainedModel, workload: Workload, *, torch_compile: bool = False, ranks: Ranks | None = None
+    ) -> None:
         self._workload = workload
-        self._backbone = Backbone(share(base), None, "random", torch_compile=torch_compile)
+        self._ranks = ranks or Ranks()
+        mesh = self._ranks.mesh(base.device)
+        model = share(base) if mesh is None else copy.deepcopy(base)
+        if mesh is not None:
+            shard(model, mesh)
+            find_roots(model)
+        self._backbone = Backbone(model, None, "random", torch_compile=torch_compile)
         self._runs: dict[int, list[JobState]] = {}
-        micro_batches = MicroBatches(workload.max_tokens_per_pass, lambda event: None)
-        size = BankSize.of([job.planned for job in self.jobs(1)], self._backbone, num_slots=len(workload.ranks))
-        self._trainer = build_trainer(self._backbone, size, micro_batches)
-        for slot, job in enumerate(self.jobs(1)):
-            self._trainer.admit_fresh(job, slot)
+        micro_batches = MicroBatches(workload.max_tokens_per_pass, lambda event: None, can_retry=mesh is None)
+        num_slots = len(workload.ranks) // self._ranks.size
+        size = BankSize.of([job.planned for job in self.jobs(1)], self._backbone, num_slots=num_slots)
+        self._trainer = build_trainer(self._backbone, size, micro_batches, self._ranks)
+        for job, local_slot in self._here(1):
+            self._trainer.admit_fresh(job, local_slot)
 
     def jobs(self, batch_size: int) -> list[JobState]:
         """The jobs, in their slots, before their first step."""
         if batch_size not in self._runs:
             task = self._workload.task(batch_size)
-            jobs = initial_states(TaskContext.of(task, self._backbone, self._workload.data))
+            jobs = initial_states(TaskContext.of(task, self._backbone, self._workload.data, self._ranks))
             for slot, job in enumerate(jobs):
                 job.slot = slot
             self._runs[batch_size] = jobs
@@ -236,15 +254,27 @@ class Ours:
         self._trainer.step(self.jobs(batch_size))
 
     def facts(self, batch_size: int, weights: Sequence[AdapterWeights]) -> list[JobFacts]:
-        bank, jobs = self._trainer.bank, self.jobs(batch_size)
-        for slot, (job, adapter) in enumerate(zip(jobs, weights, strict=True)):
-            self._trainer.admit_warm(job, slot, adapter)
-        facts = []
-        for slot, loss in enumerate(self.backward(batch_size)):
-            gradients = bank.read(slot, bank.grads_ZP)
-            facts.append(JobFacts(loss=loss, gradients=gradients))
+        return list(self.facts_here(batch_size, weights).values())
+
+    def facts_here(self, batch_size: int, weights: Sequence[AdapterWeights]) -> dict[int, JobFacts]:
+        """Losses and gradients with these adapters, by job: of those that this rank has."""
+        bank, here = self._trainer.bank, list(self._here(batch_size))
+        for job, local_slot in here:
+            self._trainer.admit_warm(job, local_slot, weights[job.slot])
+        losses = self.backward(batch_size)
+        found = {
+            job.slot: JobFacts(loss=losses[job.slot], gradients=bank.read(local_slot, bank.grads_ZP))
+            for job, local_slot in here
+        }
         bank.grads_ZP.zero_()
-        return facts
+        return found
+
+    def _here(self, batch_size: int) -> Iterator[tuple[JobState, int]]:
+        """The jobs of this rank, and their slots in its bank."""
+        for job in self.jobs(batch_size):
+            local_slot = self._trainer.local_slot(job)
+            if local_slot is not None:
+                yield job, local_slot
 
 
 VARIANTS: Mapping[str, Callable[[PreTrainedModel, Workload], Variant]] = {

@@ -18,14 +18,13 @@ from gpu_stack import ROOT, gpu_stack
 from benchmarks.adapter_parallel import paper
 from benchmarks.adapter_parallel import program as adapter_parallel
 from benchmarks.adapter_parallel.gate import gate_failures, wrong
-from benchmarks.adapter_parallel.one_by_one import peft_model
 from benchmarks.adapter_parallel.plans import GOALS, PLANS
 from benchmarks.adapter_parallel.ranks import WAYS, Cell, Findings
 from benchmarks.adapter_parallel.volume import VOLUMES, Step
 from benchmarks.adapter_parallel.wire import WireCounter
 from benchmarks.kernels.lengths import RowLength
 from benchmarks.kernels.shapes import random_model
-from benchmarks.kernels.variants import JobFacts, Sequential
+from benchmarks.kernels.variants import JobFacts, Sequential, peft_model
 from benchmarks.kernels.workload import Workload, random_rows
 
 # PEFT 0.21 still reads names that Transformers 5.23 deprecates.
