@@ -63,7 +63,7 @@ SIZES = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = option_parser(__doc__, SIZES, model="alto-tiny", dataset=GSM8K).parse_args(arguments, threads=True)
+    options = option_parser(__doc__, SIZES, model="alto-tiny", dataset=GSM8K, threads=True).parse_args(arguments)
     size = SIZES[options.scale]
     torch.set_num_threads(options.threads)
     rows = []

@@ -55,7 +55,7 @@ SIZES = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = option_parser(__doc__, SIZES, dataset=PREFERENCE_PAIRS).parse_args(arguments, threads=True)
+    options = option_parser(__doc__, SIZES, dataset=PREFERENCE_PAIRS, threads=True).parse_args(arguments)
     size = SIZES[options.scale]
     torch.set_num_threads(options.threads)
     pairs = read_pairs(options.dataset)

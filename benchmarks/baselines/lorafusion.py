@@ -103,7 +103,7 @@ def is_supported(device: torch.device, dtype: torch.dtype) -> bool:
 
 def fused_ops(device: torch.device) -> FusedOps:
     """The kernels' module for ``device``; Triton is imported where it is used."""
-    ops: FusedOps = import_module(f"baselines.lorafusion_{'triton' if device.type == 'cuda' else 'torch'}")
+    ops: FusedOps = import_module(f"benchmarks.baselines.lorafusion_{'triton' if device.type == 'cuda' else 'torch'}")
     return ops
 
 

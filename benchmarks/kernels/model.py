@@ -1,9 +1,9 @@
-"""The training step of ``kernels.py`` on an H200 as a model: bytes, FLOPs, programs and predicted times, computed.
+"""The training step of ``program.py`` on an H200 as a model: bytes, FLOPs, programs and predicted times, computed.
 
     python -m benchmarks.paper kernels-model
 
 Nothing is measured here. The gate compares every launch of the model with the one that the Triton backend makes for the
-same group, and bytes and FLOPs with the floors that ``kernels.py`` divides measured times by.
+same group, and bytes and FLOPs with the floors that ``program.py`` divides measured times by.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def step_model(plan: ModelPlan, batch_size: int, version: Version) -> StepModel:
-    """The step that ``kernels.py`` measures with ``plan``."""
+    """The step that ``program.py`` measures with ``plan``."""
     data = random_rows(row_lengths(plan.tokenizer), SHAPES[plan.shape]["vocab_size"])
     batches = list(Workload(plan.ranks, data, plan.max_tokens_per_pass).batches(batch_size, torch.device("cpu")))
     passes = []

@@ -40,11 +40,11 @@ STEP = Step.of(SMOKE.shape, num_ranks=2, num_jobs=4, batch_size=1, length=16, ad
 
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory):
-    """The script in a process of its own, on what machines with a GPU have."""
+    """The benchmark in a process of its own, on what machines with a GPU have."""
     folder = tmp_path_factory.mktemp("results")
-    script = ROOT / "benchmarks" / "adapter_parallel.py"
     done = subprocess.run(
-        [sys.executable, str(script), "--out", str(folder)],
+        [sys.executable, "-m", "benchmarks.paper", "adapter-parallel", "--out", str(folder)],
+        cwd=ROOT,
         env=gpu_stack(tmp_path_factory.mktemp("stack")),
         capture_output=True,
         text=True,

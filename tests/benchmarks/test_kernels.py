@@ -66,14 +66,11 @@ def workload():
 
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory):
-    """The script at its smallest scale, on what machines with a GPU have: exit code, result file, printed text.
-
-    A process of its own also shows that it gets along with transformers, which looks for a package named ``kernels``.
-    """
+    """The benchmark at its smallest scale, on what machines with a GPU have: exit code, result file, printed text."""
     folder = tmp_path_factory.mktemp("results")
-    script = str(ROOT / "benchmarks" / "kernels.py")
     done = subprocess.run(
-        [sys.executable, script, "--out", str(folder), "--threads", "1"],
+        [sys.executable, "-m", "benchmarks.paper", "kernels", "--out", str(folder), "--threads", "1"],
+        cwd=ROOT,
         env=gpu_stack(tmp_path_factory.mktemp("stack")),
         capture_output=True,
         text=True,
