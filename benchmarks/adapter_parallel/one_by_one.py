@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from alto.lora import AdapterWeights
-from benchmarks.baselines.stacked import MAX_GRAD_NORM
-from benchmarks.kernels.variants import JobFacts, share
+from benchmarks.baselines.stacked import MAX_GRAD_NORM, share
+from benchmarks.kernels.variants import JobFacts
 from benchmarks.kernels.workload import LEARNING_RATE, Workload
 
 __all__ = ["OneByOne", "Way", "peft_model", "token_loss"]

@@ -23,13 +23,13 @@ from alto.data import read_task_rows
 from alto.spec import BaseModelSpec, JobConfig
 from alto.spec.objectives import DpoSettings
 from benchmarks.baselines.pairs import PreparedPairs, prepare_pairs, tokenize_pairs
+from benchmarks.baselines.start import first_adapter
 from benchmarks.baselines.trl_pairs import train_on_pairs
 from benchmarks.common import ROOT
 from benchmarks.dpo import program as dpo
 from benchmarks.dpo.gate import TOLERANCE, gate_failures
 from benchmarks.dpo.judge import Worth
 from benchmarks.dpo.measured import Measured, Tuned
-from benchmarks.dpo.start import first_adapter
 from benchmarks.dpo.tell import best_accuracy, figures
 
 PAIRS = ROOT.parent / "shared" / "data" / "pref_mix" / "pairs.jsonl.gz"
