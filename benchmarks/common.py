@@ -188,13 +188,14 @@ def option_parser(
     model: str | None = None,
     dataset: Path | None = None,
     threads: bool = False,
+    out: Path = RESULTS_DIR,
 ) -> argparse.ArgumentParser:
     """The options that benchmarks have in common: ``--scale`` and ``--out``; ``--model`` and ``--dataset`` where their
     default is given; ``--threads`` where asked for."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     choices = tuple(scales)
     parser.add_argument("--scale", choices=choices, default=choices[0])
-    parser.add_argument("--out", type=Path, default=RESULTS_DIR, metavar="DIR", help="folder of the result file")
+    parser.add_argument("--out", type=Path, default=out, metavar="DIR", help="folder of the result file")
     if model is not None:
         parser.add_argument("--model", default=model, help="base model: a folder, a hub id or alto-tiny")
     if dataset is not None:
@@ -333,7 +334,8 @@ def commit_id(root: Path = ROOT) -> str:
     try:
         head = _git(root, "rev-parse", "HEAD").strip()
         # What benchmarks write, and what is written about it, must not make the measured code look changed.
-        written = [f":(exclude)benchmarks/{folder}" for folder in ("results", "recordings", "notes")]
+        folders = (*(f"benchmarks/{folder}" for folder in ("results", "recordings", "notes")), "tools/results")
+        written = [f":(exclude){folder}" for folder in folders]
         changed = _git(root, "status", "--porcelain", "--", ".", *written).strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"

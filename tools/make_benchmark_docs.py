@@ -45,16 +45,14 @@ is published only from a run whose correctness gate passed, with its command, co
 and figures of the ALTO paper, and the main job beside what people use today, are in [paper.md](paper.md).
 """
 
-_OF_OTHER_PAGES = ("architectures",)  # docs/models.md
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def pages() -> dict[Path, str]:
     """The whole pages by their files."""
-    others = {name: experiment for name, experiment in OTHERS.items() if name not in _OF_OTHER_PAGES}
     return {
         DOCS / "paper.md": _page(PAPER_INTRODUCTION, PAPER),
-        DOCS / "benchmarks.md": _page(OTHER_INTRODUCTION, others),
+        DOCS / "benchmarks.md": _page(OTHER_INTRODUCTION, OTHERS),
     }
 
 

@@ -3,15 +3,18 @@
     python tools/make_template_docs.py
 
 Templates are read from the installed ``trl``; the tokenizer is alto-tiny's with each template's special tokens added.
-The script fails where a difference has no reason in :data:`REASONS`.
+The script fails where a difference has no reason in :data:`REASONS`. The last section says what ``python -m
+tools.templates`` has found, from its result file.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import json
 import logging
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -31,6 +34,11 @@ from alto.data.rows import RawRow
 from alto.errors import DataError
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.common import provenance  # noqa: E402
+
+RESULT = ROOT / "tools" / "results" / "templates-cpu.json"
 PAGE = ROOT / "docs" / "chat-templates.md"
 
 TEMPLATES: dict[str, tuple[str, str, str]] = {
@@ -276,7 +284,15 @@ def page() -> str:
         completions=_table(completions),
         reasons=reasons,
         examples=shown,
+        styles=_of_result(),
     )
+
+
+def _of_result() -> str:
+    """The counts of the check of templates in several styles, and where they come from."""
+    result = json.loads(RESULT.read_text(encoding="utf-8"))
+    counts = [f"| {name.replace('_', ' ')} | {count} |" for name, count in result["figures"].items()]
+    return "\n".join(["| comparisons | |", "|---|---|", *counts, "", *provenance(result)])
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
@@ -335,6 +351,16 @@ template.
 The trained tokens of a row, with … for all others and ⏎ for a line break.
 
 {examples}
+
+## Seven styles of templates, every `train_on`
+
+Twelve kinds of conversations, five raw prompts with completions and two texts under seven chat templates (alto-tiny's
+own, and six in the style of ChatML, Llama 3, Qwen 2.5, Qwen 3, Mistral and Gemma), each with every `train_on`: token
+ids and trained tokens beside those of TRL's own preprocessing; `python -m tools.templates --scale cpu` compares them.
+The row of every difference in `tools/results/templates-cpu.json` has its reason and both texts, the trained part of
+each in brackets. A difference without a known reason fails the gate.
+
+{styles}
 """
 
 if __name__ == "__main__":

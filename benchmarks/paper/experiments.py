@@ -212,16 +212,6 @@ OTHERS: Mapping[str, Experiment] = {
         topic="service",
         program="benchmarks.service.program:main",
     ),
-    "templates": Experiment(
-        title="Trained tokens under chat templates, beside TRL",
-        topic="templates",
-        program="benchmarks.templates.program:main",
-    ),
-    "architectures": Experiment(
-        title="Architectures that are trained exactly",
-        topic="architectures",
-        program="benchmarks.architectures.program:main",
-    ),
 }
 """What the paper does not have."""
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from merging import BLANK, MARKED, merging_tokenizer
 from trl_rows import trl_labelled_row, trl_pair
 
-from benchmarks.templates.chat_templates import STYLES, make_tokenizer  # isort: skip
+from tools.templates.chat_templates import STYLES, make_tokenizer  # isort: skip
 
 from alto.data import EncodedDataset, encode_dataset, encode_pairs
 from alto.data.convert import to_labelled, to_pair

@@ -6,7 +6,7 @@ import warnings
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks.templates.trl_rows import trl_row
+from tools.templates.trl_rows import trl_row
 
 __all__ = ["trl_labelled_row", "trl_pair", "trl_row"]
 

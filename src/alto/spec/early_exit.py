@@ -33,7 +33,7 @@ RUNGS_OF_0_1 = ((0.025, 0.5), (0.05, 0.2))
 
 EARLIEST_IN_WARMUP = 0.25
 """Share of a learning-rate warmup after which jobs are compared: recorded sweeps of supervised fine-tuning with warmups
-of 3 to 10 % lose nothing by it (``benchmarks/policies.py``)."""
+of 3 to 10 % lose nothing by it (``benchmarks/policies``)."""
 
 _MOST_KEPT = 10**6
 

@@ -1,6 +1,6 @@
 """Which tokens are trained, beside TRL: conversations of several kinds under several chat templates.
 
-    python -m benchmarks.paper templates --scale cpu
+    python -m tools.templates --scale cpu
 
 Of every conversation the token ids and the trained tokens of ALTO are compared with those of TRL's own preprocessing
 (``SFTTrainer``, without a model): ``assistant_only_loss`` on a template with ``{% generation %}``,
@@ -28,9 +28,10 @@ from alto.data.rows import RawRow
 from alto.errors import AltoError
 from alto.spec import TrainOn
 from benchmarks.common import Result, format_table, option_parser, publish
-from benchmarks.templates.chat_templates import STYLES, make_tokenizer
-from benchmarks.templates.conversations import MESSAGES, RAW, TEXTS
-from benchmarks.templates.trl_rows import trl_row
+from tools import RESULTS_DIR
+from tools.templates.chat_templates import STYLES, make_tokenizer
+from tools.templates.conversations import MESSAGES, RAW, TEXTS
+from tools.templates.trl_rows import trl_row
 
 SMOKE_STYLES = ("alto-tiny", "chatml", "gemma")
 SMOKE_KINDS = ("plain", "system", "several turns", "raw, in a word", "text")
@@ -66,7 +67,7 @@ class Row:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = option_parser(__doc__, ("smoke", "cpu"))
+    parser = option_parser(__doc__, ("smoke", "cpu"), out=RESULTS_DIR)
     options = parser.parse_args(arguments)
     is_smoke = options.scale == "smoke"
     rows = [row for name in STYLES if not is_smoke or name in SMOKE_STYLES for row in compare_all(name, is_smoke)]
@@ -216,3 +217,7 @@ def _shown(found: Found | str, tokenizer: Any) -> str:
         texts = [(tokenizer.decode([token for token, _ in run]), on) for on, run in runs]
         rows.append("".join(f"⟦{text}⟧" if on else text for text, on in texts))
     return " ¦ ".join(rows)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,7 +1,7 @@
 """Every causal-LM and vision-language class of the installed transformers: what ALTO trains exactly on rows of text,
 and what it refuses.
 
-    python -m benchmarks.paper architectures --scale cpu
+    python -m tools.architectures --scale cpu
 
 Of each a tiny model with random weights is made, saved, and loaded as a task loads its base model. Three jobs of
 different rank, batch size and row lengths train one step together; the loss and the adapter gradients of each are
@@ -22,9 +22,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.architectures.examine import examine, preloaded_context
-from benchmarks.architectures.verdict import Verdict
 from benchmarks.common import Result, commit_id, format_table, option_parser, publish
+from tools import RESULTS_DIR
+from tools.architectures.examine import examine, preloaded_context
+from tools.architectures.verdict import Verdict
 
 SMOKE = ("llama", "qwen2_moe", "stablelm", "gpt2", "bloom", "bart", "llava")
 GOALS = {"exact": (">=", 120), "wrong": ("<=", 0), "tracebacks": ("<=", 0)}
@@ -32,7 +33,7 @@ TIME_LIMIT_S = 180.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = option_parser(__doc__, ("smoke", "cpu"))
+    parser = option_parser(__doc__, ("smoke", "cpu"), out=RESULTS_DIR)
     parser.add_argument("--models", nargs="+", metavar="TYPE", help="model types, instead of those of the scale")
     parser.add_argument("--time-limit", type=float, default=TIME_LIMIT_S, metavar="SECONDS", help="for one model type")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep verdicts there, and take those of this commit")
@@ -103,6 +104,10 @@ def _failures(verdicts: Sequence[Verdict]) -> Iterator[str]:
 
 
 def _model_types(scale: str) -> Sequence[str]:
-    from benchmarks.architectures.tiny import model_types
+    from tools.architectures.tiny import model_types
 
     return SMOKE if scale == "smoke" else model_types()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -35,9 +35,9 @@ from alto.lora import (
 )
 from alto.spec import BaseModelSpec, Task
 from alto.spec.job_config import ALL_LINEAR
-from benchmarks.architectures.renamed import renamed_by_peft
-from benchmarks.architectures.tiny import build_tiny
-from benchmarks.architectures.verdict import Verdict
+from tools.architectures.renamed import renamed_by_peft
+from tools.architectures.tiny import build_tiny
+from tools.architectures.verdict import Verdict
 
 __all__ = ["LOGIT_TOLERANCE", "LOSS_TOLERANCE", "NORM_TOLERANCE", "check"]
 

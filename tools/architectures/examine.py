@@ -7,11 +7,11 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from typing import Any
 
-from benchmarks.architectures.verdict import Verdict
+from tools.architectures.verdict import Verdict
 
 __all__ = ["examine", "preloaded_context"]
 
-_PRELOAD = ["torch", "transformers", "peft", "alto.executor", "benchmarks.architectures.check"]
+_PRELOAD = ["torch", "transformers", "peft", "alto.executor", "tools.architectures.check"]
 
 
 def preloaded_context() -> BaseContext:
@@ -42,7 +42,7 @@ def examine(context: Any, model_type: str, time_limit_s: float) -> Verdict:
 
 
 def _examine(model_type: str, sender: Connection) -> None:
-    from benchmarks.architectures.check import check
+    from tools.architectures.check import check
 
     sender.send(check(model_type))
     sender.close()

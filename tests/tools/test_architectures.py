@@ -13,12 +13,12 @@ import pytest
 
 pytest.importorskip("peft", reason="the oracle needs the extra 'bench'")
 
-from benchmarks.architectures import check as checks
-from benchmarks.architectures import examine
-from benchmarks.architectures import program as architecture_sweep
-from benchmarks.architectures.renamed import renamed_by_peft
-from benchmarks.architectures.tiny import build_tiny
-from benchmarks.architectures.verdict import Verdict
+from tools.architectures import __main__ as architecture_sweep
+from tools.architectures import check as checks
+from tools.architectures import examine
+from tools.architectures.renamed import renamed_by_peft
+from tools.architectures.tiny import build_tiny
+from tools.architectures.verdict import Verdict
 
 # PEFT asks transformers for a property under its old name.
 pytestmark = [

@@ -11,9 +11,9 @@ import pytest
 pytest.importorskip("trl", reason="the oracle needs the extra 'bench'")
 
 from alto.data.conversation import Message
-from benchmarks.templates import program as templates
-from benchmarks.templates.chat_templates import STYLES, make_tokenizer
-from benchmarks.templates.conversations import MESSAGES
+from tools.templates import __main__ as templates
+from tools.templates.chat_templates import STYLES, make_tokenizer
+from tools.templates.conversations import MESSAGES
 
 
 def test_the_smallest_scale_passes_its_gate(tmp_path: Path) -> None:

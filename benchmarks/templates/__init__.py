@@ -1,1 +1,0 @@
-"""Conversations, chat templates and TRL's preprocessing, for ``benchmarks/templates.py``."""

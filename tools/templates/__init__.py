@@ -1,0 +1,1 @@
+"""Which tokens are trained under chat templates, beside TRL."""
