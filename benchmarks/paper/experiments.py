@@ -59,10 +59,12 @@ PAPER: Mapping[str, Experiment] = {
     "sensitivity": Experiment(
         title="How much the configuration matters",
         shows="The quality of an adapter depends on learning rate, rank and batch size. Here: the best validation loss "
-        "of every configuration of the recorded sweeps, those of preference tuning too.",
+        "of every configuration of the recorded sweeps, those of preference tuning too, and of these the best reward "
+        "accuracy.",
         topic="sensitivity",
         recorded=f"{_CURVES}:sensitivity",
         drawing=f"{_CURVES}:draw_sensitivity",
+        panels=2,
     ),
     "batch-size": Experiment(
         title="Quality and batch size",
