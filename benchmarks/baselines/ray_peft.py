@@ -63,6 +63,7 @@ def ray_asha(
     gpus = 1 if torch.cuda.is_available() else 0
     threads = max(1, torch.get_num_threads() // concurrent_trials)
     ray.init(
+        address="local",  # its own, whatever else runs on the machine
         num_cpus=concurrent_trials,
         num_gpus=gpus,
         include_dashboard=False,

@@ -16,7 +16,7 @@ from benchmarks.baselines.stacked import share
 from benchmarks.baselines.trl_sequential import train_one
 from benchmarks.end_to_end.systems import Outcome, Sweep
 
-__all__ = ["adapter_loss", "baseline_failures", "outcome_failures"]
+__all__ = ["adapter_loss", "baseline_failures", "outcome_failures", "tolerance_of"]
 
 STEPS = 3
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
@@ -33,7 +33,7 @@ def baseline_failures(sweep: Sweep) -> list[str]:
     config = job.config.model_dump() | {"num_train_epochs": 1}
     steps = [-(-len(few.train) // size)]
     trl, bare = (train(few, config, eval_at_steps=steps) for train in (train_one, bare_peft_one))
-    return _differences("the loop on PEFT", _losses(trl), _losses(bare), _tolerance(sweep.prepared))
+    return _differences("the loop on PEFT", _losses(trl), _losses(bare), tolerance_of(sweep.prepared))
 
 
 def outcome_failures(sweep: Sweep, outcomes: Mapping[str, Outcome]) -> list[str]:
@@ -43,7 +43,7 @@ def outcome_failures(sweep: Sweep, outcomes: Mapping[str, Outcome]) -> list[str]
     The adapters that came out, loaded by PEFT: their validation losses are those that the systems report. And a system
     that trains all jobs to their end has trained all rows.
     """
-    tolerance, failures = _tolerance(sweep.prepared), list[str]()
+    tolerance, failures = tolerance_of(sweep.prepared), list[str]()
     first = {job: found.train_losses[0] for job, found in outcomes["sequential"].jobs.items()}
     for system, outcome in outcomes.items():
         found = {job: each.train_losses[0] for job, each in outcome.jobs.items()}
@@ -76,5 +76,6 @@ def _losses(job: BaselineJob) -> list[float]:
     return [*job.train_losses, *(item.loss for item in job.evaluations)]
 
 
-def _tolerance(prepared: Prepared) -> float:
+def tolerance_of(prepared: Prepared) -> float:
+    """How far losses of the same adapter may lie apart, relative, by the precision of the base model."""
     return TOLERANCES[prepared.model.dtype]

@@ -117,7 +117,7 @@ def make_task(size: Size, model: str, splits: Sequence[Sequence[Mapping[str, str
     """The sweep as a task whose rows lie in files in ``folder``, so that every system reads the same.
 
     Args:
-        more: Other settings of the task, in place of what is set here.
+        more: Other settings of the task, in place of what is set here; None takes one away.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for name, rows in zip(("train", "validation", "test"), splits, strict=True):
@@ -138,7 +138,7 @@ def make_task(size: Size, model: str, splits: Sequence[Sequence[Mapping[str, str
             "per_device_train_batch_size": list(size.batch_sizes),
         },
     }
-    return Task(**(settings | more))
+    return Task(**{key: value for key, value in (settings | more).items() if value is not None})
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:

@@ -136,6 +136,14 @@ PAPER: Mapping[str, Experiment] = {
         paper={"over_trl": "4.7", "batched_over_sequential": "1.7", "over_lorafusion": "9.5"},
         scales=("smoke", "cpu", "gpu"),
     ),
+    "quality": Experiment(
+        title="The best that is found against recommended settings",
+        shows="A sweep finds better adapters than settings that are recommended for all. Here: the best of the paper's "
+        "grid by the default policy against what Unsloth and the authors of LoRA Without Regret recommend.",
+        topic="quality",
+        program="benchmarks.end_to_end.quality:main",
+        scales=("smoke", "cpu", "gpu"),
+    ),
     "dpo": Experiment(
         title="Preference tuning, end to end",
         shows="1.7 times the speed of one job after the other by batching, 4.7 times with early exit.",
