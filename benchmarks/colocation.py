@@ -8,8 +8,7 @@ differ in length are treated.
 from __future__ import annotations
 
 import contextlib
-import gzip
-import json
+import itertools
 import statistics
 import subprocess
 import sys
@@ -29,11 +28,13 @@ from alto.engine.estimates import base_key
 from alto.engine.work import TRAIN
 from alto.executor import Executor, Ranks, RunStart, SharedBank, TaskContext, TaskSession, load_base
 from alto.records import Gpu, Placement, Schedule
-from alto.runs import Journal, RunDir, read_queue_history
+from alto.runs import Journal, RunDir, read_entries, read_queue_history
 from alto.runs.events import JobAdmitted
 from alto.scheduler import jain_index
 from alto.spec import BaseModelSpec
-from benchmarks.common import DATA_DIR, Result, option_parser, publish
+from benchmarks.common import DATA_DIR, option_parser, publish_figures
+from benchmarks.rows import read_rows, write_rows
+from benchmarks.turns import by_turns
 
 GOALS = {
     "colocated_over_separate": (">=", 1.3),
@@ -87,15 +88,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = Path(temporary)
         tasks_of = {name: make_tasks(scale, options.dataset / DATA[name], folder / name) for name in scale.data}
         starts = measure_starts(tasks_of["cot_flan"][0], folder / "starts", scale.repeats)
-        runs_of = {name: by_turns(tasks, scale.repeats, folder / name / "runs") for name, tasks in tasks_of.items()}
+        runs_of = {name: both_ways(tasks, scale.repeats, folder / name / "runs") for name, tasks in tasks_of.items()}
         tokens = measure_fairness(folder / "fairness", scale.turns)
     failures = [f"{name}: {failure}" for name, runs in runs_of.items() for failure in gate(runs)]
-    result = Result.of(
-        benchmark="colocation",
-        scale=options.scale,
+    return publish_figures(
+        options,
+        "colocation",
         gate_failures=failures,
-        figures={} if failures else figures(runs_of, starts, tokens),
-        goals=GOALS if options.scale == "cpu" else {},
+        figures=lambda: figures(runs_of, starts, tokens),
+        goals=GOALS,
         rows=[
             *(
                 {"tasks": name, "way": way, "seconds": found.seconds}
@@ -118,7 +119,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{scale.turns} turns of one executor.",
         ],
     )
-    return publish(result, options.out)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,31 +135,28 @@ class Run:
     most_processes: int
 
 
-def by_turns(tasks: Sequence[Task], repeats: int, folder: Path) -> dict[str, list[Run]]:
-    """Both ways, so many times; which one goes first changes."""
-    runs: dict[str, list[Run]] = {"separate": [], "colocated": []}
-    for repeat in range(repeats):
-        for way in list(runs) if repeat % 2 == 0 else list(reversed(runs)):
-            runs[way].append(run(way, tasks, folder / f"{way}-{repeat}"))
-    return runs
+def both_ways(tasks: Sequence[Task], repeats: int, folder: Path) -> dict[str, list[Run]]:
+    """Both ways by turns, so many times."""
+    number = itertools.count()
+    ways = ("separate", "colocated")
+    rounds = list(by_turns({way: lambda way=way: run(way, tasks, folder / str(next(number))) for way in ways}, repeats))
+    return {way: [found[way][0] for found in rounds] for way in ways}
 
 
 def make_tasks(scale: Scale, data: Path, folder: Path) -> list[Task]:
     """Small tasks, each on rows of its own: of one kind each where the data has kinds."""
     folder.mkdir()
-    with gzip.open(data, "rt", encoding="utf-8") if data.suffix == ".gz" else data.open(encoding="utf-8") as lines:
-        rows = [json.loads(line) for line in lines]
+    rows = read_rows(data)
     kinds = sorted({row["task"] for row in rows if "task" in row})
     tasks = []
     for number in range(NUM_TASKS):
         own = sample_rows([row for row in rows if not kinds or row["task"] == kinds[number]], scale.rows, seed=number)
         shown = [{"prompt": row["prompt"], "response": row["response"]} if kinds else row for row in own]
-        (folder / f"rows-{number}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in shown), encoding="utf-8")
         tasks.append(
             Task(
                 name=f"task-{number}",
                 model="alto-tiny",
-                dataset=str(folder / f"rows-{number}.jsonl"),
+                dataset=write_rows(folder / f"rows-{number}.jsonl", shown),
                 num_train_epochs=scale.epochs,
                 eval_steps=0.25,
                 max_length=512,
@@ -261,8 +258,8 @@ def measure_starts(task: Task, folder: Path, repeats: int) -> dict[str, list[flo
 
 
 def _first_admission(root: Path) -> float:
-    lines = (json.loads(line) for line in (root / "journal.jsonl").read_text("utf-8").splitlines())
-    return next(float(line["time"]) for line in lines if line["event"] == "job_admitted")
+    entries = read_entries(root / "journal.jsonl")
+    return next(entry.time for entry in entries if isinstance(entry.event, JobAdmitted))
 
 
 def measure_fairness(folder: Path, turns: int) -> dict[int, int]:
@@ -288,18 +285,17 @@ def measure_fairness(folder: Path, turns: int) -> dict[int, int]:
 
 def _task_of_rows(row_tokens: int, turns: int, folder: Path, tokenizer: Any) -> Task:
     """Two jobs on rows of about ``row_tokens`` tokens, with more steps than there are turns."""
-    path = folder / f"rows-{row_tokens}.jsonl"
     num_tokens = len(tokenizer(" ".join(map(str, range(1000, 1100))))["input_ids"]) / 100  # of a number of four digits
     count = int((row_tokens - 20) / num_tokens)
     rows = [
         {"prompt": f"Count from {n}.", "completion": " ".join(map(str, range(n, n + count)))} for n in range(1000, 1020)
     ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    dataset = write_rows(folder / f"rows-{row_tokens}.jsonl", rows)
     return Task(
         name=f"rows-{row_tokens}",
         model="alto-tiny",
-        dataset=str(path),
-        validation_dataset=str(path),
+        dataset=dataset,
+        validation_dataset=dataset,
         max_samples=20,
         max_length=row_tokens + 200,
         num_train_epochs=turns // 20 + 1,

@@ -47,6 +47,7 @@ __all__ = [
     "package_versions",
     "provenance",
     "publish",
+    "publish_figures",
     "source_digest",
     "spread",
     "strict_json",
@@ -213,6 +214,37 @@ def publish(result: Result, directory: Path = RESULTS_DIR) -> int:
     path = result.write(directory)
     print(f"written to {path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}")
     return 0 if result.gate == "passed" else 1
+
+
+def publish_figures(
+    options: argparse.Namespace,
+    benchmark: str,
+    *,
+    gate_failures: Sequence[str],
+    figures: Callable[[], Mapping[str, float]],
+    goals: Mapping[str, tuple[str, float]],
+    rows: Sequence[Mapping[str, Any]] = (),
+    notes: Sequence[str] = (),
+) -> int:
+    """Publish what a program has measured at ``options.scale`` in ``options.out``; the smallest scale has no goals.
+
+    Args:
+        options: Of :func:`option_parser`.
+        benchmark: As of :class:`Result`, as are rows and notes.
+        gate_failures: As of :meth:`Result.of`.
+        figures: Computes them; called only where the gate has passed.
+        goals: Of the scales at which they mean something.
+    """
+    result = Result.of(
+        benchmark=benchmark,
+        scale=options.scale,
+        gate_failures=gate_failures,
+        figures={} if gate_failures else figures(),
+        goals={} if options.scale == "smoke" else goals,
+        rows=rows,
+        notes=notes,
+    )
+    return publish(result, options.out)
 
 
 def strict_json(value: Any) -> str:

@@ -13,10 +13,8 @@ same.
 from __future__ import annotations
 
 import importlib.util
-import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +30,8 @@ from alto.evaluation.adapter import loaded_adapters
 from alto.evaluation.generate import complete, end_tokens
 from alto.lora import AdapterWeights, ModuleNames, SavedAdapter, linear_modules, read_saved_adapter, write_adapter
 from alto.spec import BaseModelSpec, JobConfig
-from benchmarks.common import ROOT, Result, format_table, option_parser, publish
+from benchmarks.common import ROOT, format_table, option_parser, publish_figures
+from benchmarks.turns import by_turns, median_seconds
 
 MODEL = "alto-tiny"
 GOALS = {"generation_speedup": (">=", 3.0)}
@@ -87,11 +86,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for case in PLANS[options.scale]:
             rows.append(measure(case, Path(folder), failures))
             print(format_table(list(rows[-1]), [list(rows[-1].values())]), flush=True)
-    result = Result.of(
-        benchmark="generate",
-        scale=options.scale,
+    return publish_figures(
+        options,
+        "generate",
         gate_failures=failures,
-        figures={"generation_speedup": rows[0]["speedup"], "generation_over_mixed": rows[0]["over_mixed"]},
+        figures=lambda: {"generation_speedup": rows[0]["speedup"], "generation_over_mixed": rows[0]["over_mixed"]},
         goals=GOALS,
         rows=rows,
         notes=[
@@ -100,7 +99,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "ties are texts that part where two tokens are as likely to the last digits of float32.",
         ],
     )
-    return publish(result, options.out)
 
 
 def measure(case: Case, folder: Path, failures: list[str]) -> dict[str, Any]:
@@ -126,17 +124,12 @@ def measure(case: Case, folder: Path, failures: list[str]) -> dict[str, Any]:
         "mixed": lambda: peft.complete_mixed(prompts, case.max_new_tokens),
         "alto": alto,
     }
-    texts: dict[str, Any] = {}
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(case.repeats):
-        for name, way in ways.items():
-            began = time.perf_counter()
-            texts[name] = way()
-            seconds[name].append(time.perf_counter() - began)
+    rounds = list(by_turns(ways, case.repeats))
+    texts: dict[str, Texts] = {name: rounds[-1][name][0] for name in ("peft", "alto")}
     ties = _compare(texts["peft"], texts["alto"], prompts, peft, failures)
     if case.num_adapters > 1 and len({repr(of_adapter) for of_adapter in texts["alto"]}) < case.num_adapters:
         failures.append(f"of {case.num_adapters} adapters two wrote the same: they do not matter to the texts")
-    medians = {name: statistics.median(durations) for name, durations in seconds.items()}
+    medians = median_seconds(rounds)
     num_tokens = sum(len(text) + 1 for of_adapter in texts["alto"] for text in of_adapter)
     return {
         "adapters": case.num_adapters,

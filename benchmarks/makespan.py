@@ -11,7 +11,6 @@ scheduled, those on one base may share an executor.
 from __future__ import annotations
 
 import itertools
-import json
 import tempfile
 import time
 from collections.abc import Sequence
@@ -22,7 +21,8 @@ from typing import Any
 from alto import EarlyExit, Engine, Task, TaskResult
 from alto.data import sample_rows, split_rows
 from alto.runs import Attempt, QueueHistory, read_queue_history
-from benchmarks.common import GSM8K, Result, option_parser, publish
+from benchmarks.common import GSM8K, option_parser, publish_figures
+from benchmarks.rows import read_rows, write_rows
 
 GOALS = {"full_over_batched": (">=", 8.0), "best_loss_ratio": ("<=", 1.002)}
 MODES = {
@@ -85,13 +85,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         profile_s = time.perf_counter() - began
         print(f"measured what the tasks take in {profile_s:.0f} s", flush=True)
         found = {name: run(name, tasks, plan, Path(folder) / name) for name in MODES}
-    failures = gate(found)
-    result = Result.of(
-        benchmark="makespan",
-        scale=options.scale,
-        gate_failures=failures,
-        figures={} if failures else figures(found),
-        goals=GOALS if options.scale == "cpu" else {},
+    return publish_figures(
+        options,
+        "makespan",
+        gate_failures=gate(found),
+        figures=lambda: figures(found),
+        goals=GOALS,
         rows=[row(name, measured) for name, measured in found.items()],
         notes=[
             f"{len(plan.tasks)} tasks of {sum(len(task.jobs) for task in tasks)} jobs in all on {plan.slots} CPU "
@@ -102,7 +101,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "later run; it is in none of the four.",
         ],
     )
-    return publish(result, options.out)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,16 +121,15 @@ class Measured:
 def make_tasks(plan: Plan, data: Path, folder: Path) -> list[Task]:
     """The tasks, whose rows lie in files in ``folder``."""
     seed = 42
-    rows = [json.loads(line) for line in data.read_text("utf-8").splitlines()]
-    train, validation = split_rows(sample_rows(rows, plan.rows, seed), 0.1, seed)
-    for name, part in (("train", train), ("validation", validation)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part), encoding="utf-8")
+    train, validation = split_rows(sample_rows(read_rows(data), plan.rows, seed), 0.1, seed)
+    dataset = write_rows(folder / "train.jsonl", train)
+    validation_dataset = write_rows(folder / "validation.jsonl", validation)
     return [
         Task(
             name=f"task-{number:02d}",
             model="alto-tiny",
-            dataset=str(folder / "train.jsonl"),
-            validation_dataset=str(folder / "validation.jsonl"),
+            dataset=dataset,
+            validation_dataset=validation_dataset,
             max_length=256,
             num_gpus=slots,
             num_train_epochs=epochs,

@@ -21,7 +21,8 @@ from alto.records import Node, Schedule
 from alto.scheduler import RunningTask, SchedulingProblem, TaskDemand, check_schedule, schedule_tasks
 from alto.scheduler.simulate import simulate
 from alto.spec import Simulation
-from benchmarks.common import Result, option_parser, publish
+from benchmarks.common import option_parser, publish_figures
+from benchmarks.makespan import MODES
 
 GOALS = {
     "paper_case_s": ("<", 1.0),
@@ -97,9 +98,6 @@ SIZES = {
 REPLAN_LIMIT_S = 1.0
 """As a live queue has it."""
 
-MODES = {"B": ("fifo", False), "B+S": ("cp-sat", False), "B+EE": ("fifo", True), "B+S+EE": ("cp-sat", True)}
-"""The paper's ablation: name to method of scheduling, and whether early exit is on."""
-
 TASKS_PER_NODE = 25
 """In the ablation, all there from the beginning."""
 
@@ -120,12 +118,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for num_nodes in size.ablation_nodes:
         for seed in size.seeds:
             rows += ablation(num_nodes, seed)
-    result = Result.of(
-        benchmark="scheduler",
-        scale=options.scale,
+    return publish_figures(
+        options,
+        "scheduler",
         gate_failures=gate(rows),
-        figures=figures(rows, size),
-        goals=GOALS if options.scale == "cpu" else {},
+        figures=lambda: figures(rows, size),
+        goals=GOALS,
         rows=rows,
         notes=[
             "The solver is loaded before anything is measured, which takes about a second in a new process.",
@@ -142,7 +140,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "median of several draws.",
         ],
     )
-    return publish(result, options.out)
 
 
 def paper_case() -> SchedulingProblem:

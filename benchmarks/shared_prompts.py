@@ -8,12 +8,8 @@ in turns, from the same adapters, in the same batches. The gate: every step has 
 
 from __future__ import annotations
 
-import gzip
-import json
 import random
-import statistics
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,10 +19,12 @@ import torch
 
 from alto import Task
 from alto.backbone import load_backbone
-from alto.data import EncodedDataset, TaskData, encode_pairs, read_task_rows
+from alto.data import TaskData, encode_pairs, read_task_rows
 from alto.executor import BankSize, MicroBatches, TaskContext, build_trainer, initial_states, with_references
 from alto.spec import BaseModelSpec
-from benchmarks.common import PREFERENCE_PAIRS, Result, format_table, option_parser, publish
+from benchmarks.common import PREFERENCE_PAIRS, format_table, option_parser, publish_figures
+from benchmarks.rows import read_rows, write_rows
+from benchmarks.turns import by_turns, median_seconds
 
 MODEL = "alto-tiny"
 ALL = "all"
@@ -67,34 +65,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sample = random.Random(0).sample(chosen, min(size.num_pairs, len(chosen)))
         rows.append(measure(source, sample, size, failures))
         print(format_table(list(rows[-1]), [list(rows[-1].values())]), flush=True)
-    result = Result.of(
-        benchmark="shared_prompts",
-        scale=options.scale,
+    return publish_figures(
+        options,
+        "shared_prompts",
         gate_failures=failures,
-        figures={} if failures else {"shared_over_whole": rows[0]["speedup"]},
-        goals=GOALS if options.scale == "cpu" else {},
+        figures=lambda: {"shared_over_whole": rows[0]["speedup"]},
+        goals=GOALS,
         rows=[] if failures else rows,
         notes=[
             f"Steps of {NUM_JOBS} jobs, batch size {BATCH_SIZE}, rank {RANK}, DPO; pairs cut at {size.max_length} "
             "tokens. shared_over_whole is of the first row; seconds are medians, the two ways taking turns.",
         ],
     )
-    return publish(result, options.out)
 
 
 def measure(source: str, pairs: Sequence[dict[str, str]], size: Size, failures: list[str]) -> dict[str, Any]:
     """The row of ``pairs``."""
     ways = {name: _Way(pairs, size, share_prompts=name == "shared") for name in ("whole", "shared")}
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for step in range(size.num_steps):
-        losses = {}
-        for name in sorted(ways, reverse=bool(step % 2)):
-            losses[name], duration_s = ways[name].step()
-            seconds[name].append(duration_s)
-        for shared, whole in zip(losses["shared"], losses["whole"], strict=True):
+    rounds = list(by_turns({name: way.step for name, way in ways.items()}, size.num_steps))
+    for step, found in enumerate(rounds):
+        for shared, whole in zip(found["shared"][0], found["whole"][0], strict=True):
             if not abs(shared - whole) <= TOLERANCE * abs(whole):
                 failures.append(f"{source}: step {step}: loss {shared} with shared prompts, {whole} without")
-    medians = {name: statistics.median(durations) for name, durations in seconds.items()}
+    medians = median_seconds(rounds)
     return {
         "source": source,
         "pairs": len(pairs),
@@ -112,11 +105,9 @@ class _Way:
     def __init__(self, pairs: Sequence[dict[str, str]], size: Size, *, share_prompts: bool) -> None:
         backbone = load_backbone(BaseModelSpec(id=MODEL))
         with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "pairs.jsonl"
-            file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs), encoding="utf-8")
             task = Task(
                 model=MODEL,
-                dataset=str(file),
+                dataset=write_rows(Path(folder) / "pairs.jsonl", pairs),
                 validation_split=0.1,
                 method="dpo",
                 max_length=size.max_length,
@@ -129,7 +120,7 @@ class _Way:
             encode_pairs(split, backbone.tokenizer, size.max_length, what, share_prompts=share_prompts)
             for what, split in (("training", conversations.train), ("validation", conversations.validation))
         )
-        self.tokens_per_pair = _tokens_per_pair(train)
+        self.tokens_per_pair = train.num_tokens / len(train)
         micro_batches = MicroBatches(MAX_TOKENS, lambda event: None, can_retry=True)
         context = TaskContext.of(task, backbone, TaskData(train=train, validation=validation))
         context = with_references(context, micro_batches)
@@ -140,22 +131,14 @@ class _Way:
             job.slot = slot
             self._trainer.admit_fresh(job, slot)
 
-    def step(self) -> tuple[list[float], float]:
-        """Losses of all jobs, and seconds."""
-        began = time.perf_counter()
-        losses = self._trainer.step(self._jobs)
-        duration_s = time.perf_counter() - began
+    def step(self) -> list[float]:
+        """Losses of all jobs."""
+        losses = list(self._trainer.step(self._jobs))
         for job in self._jobs:
             job.step += 1
-        return list(losses), duration_s
-
-
-def _tokens_per_pair(dataset: EncodedDataset) -> float:
-    return dataset.num_tokens / len(dataset)
+        return losses
 
 
 def read_pairs(path: Path) -> list[dict[str, str]]:
     """All pairs of the mixture whose replies differ."""
-    with gzip.open(path, "rt", encoding="utf-8") as lines:
-        pairs = [json.loads(line) for line in lines]
-    return [pair for pair in pairs if pair["chosen"].strip() != pair["rejected"].strip()]
+    return [pair for pair in read_rows(path) if pair["chosen"].strip() != pair["rejected"].strip()]

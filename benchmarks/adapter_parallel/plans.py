@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from benchmarks.kernels.shapes import SHAPES
 
-__all__ = ["PLANS", "Plan"]
+__all__ = ["GOALS", "PLANS", "Plan"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,9 +19,8 @@ class Plan:
 
     Attributes:
         device: ``cpu``, or ``cuda`` for a GPU a rank.
-        num_ranks: On CUDA, the most.
+        num_ranks: On CUDA, the most. The float32 copy on which the gate is held has as many layers.
         shape: Configuration of the Llama that is the base.
-        gate_layers: Layers of the float32 copy on which the gate is held; no fewer than ranks.
         num_jobs: Adapters that are trained; as many on each rank with adapter parallelism.
         adapter_rank: Of every adapter; all linear layers but the output head have one.
         length: Tokens of a row, of which all but the first are trained.
@@ -29,17 +28,15 @@ class Plan:
         repeats: Timed rounds.
     """
 
-    device: str
-    dtype: torch.dtype
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float32
     num_ranks: int
     shape: Mapping[str, Any]
-    gate_layers: int
-    num_jobs: int
-    adapter_rank: int
-    length: int
-    batch_sizes: tuple[int, ...]
+    num_jobs: int = 8
+    adapter_rank: int = 16
+    length: int = 256
+    batch_sizes: tuple[int, ...] = (1, 2, 4, 8)
     repeats: int
-    goals: Mapping[str, tuple[str, float]] = field(default_factory=dict)
 
 
 GOALS = {
@@ -49,59 +46,23 @@ GOALS = {
     "adapter_bytes": ("<=", 0.0),
 }
 
+
+def _shape(name: str, num_heads: int, num_key_value_heads: int) -> Mapping[str, Any]:
+    """A small base whose heads, and embeddings apart from the output head, can be split over the ranks."""
+    heads = {"num_attention_heads": num_heads, "num_key_value_heads": num_key_value_heads}
+    return {**SHAPES[name], **heads, "tie_word_embeddings": False}
+
+
 PLANS = {
     "smoke": Plan(
-        device="cpu",
-        dtype=torch.float32,
         num_ranks=2,
-        shape={
-            "vocab_size": 64,
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 2,
-            "tie_word_embeddings": False,
-        },
-        gate_layers=2,
+        shape=_shape("smoke", 2, 2),
         num_jobs=4,
         adapter_rank=4,
         length=16,
         batch_sizes=(1, 2),
         repeats=2,
     ),
-    "cpu": Plan(
-        device="cpu",
-        dtype=torch.float32,
-        num_ranks=4,
-        shape={
-            "vocab_size": 2048,
-            "hidden_size": 128,
-            "intermediate_size": 384,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "tie_word_embeddings": False,
-        },
-        gate_layers=4,
-        num_jobs=8,
-        adapter_rank=16,
-        length=256,
-        batch_sizes=(1, 2, 4, 8),
-        repeats=5,
-        goals=GOALS,
-    ),
-    "gpu": Plan(
-        device="cuda",
-        dtype=torch.bfloat16,
-        num_ranks=8,
-        shape=SHAPES["8b"],
-        gate_layers=8,
-        num_jobs=8,
-        adapter_rank=16,
-        length=256,
-        batch_sizes=(1, 2, 4, 8),
-        repeats=7,
-        goals=GOALS,
-    ),
+    "cpu": Plan(num_ranks=4, shape=_shape("tiny", 8, 4), repeats=5),
+    "gpu": Plan(device="cuda", dtype=torch.bfloat16, num_ranks=8, shape=SHAPES["8b"], repeats=7),
 }

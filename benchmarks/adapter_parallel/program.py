@@ -20,10 +20,10 @@ import torch
 
 from benchmarks.adapter_parallel.gate import TOLERANCE
 from benchmarks.adapter_parallel.paper import NUM_JOBS, paper_rows
-from benchmarks.adapter_parallel.plans import PLANS, Plan
+from benchmarks.adapter_parallel.plans import GOALS, PLANS, Plan
 from benchmarks.adapter_parallel.ranks import WAYS, Cell, Findings, measure
 from benchmarks.adapter_parallel.volume import VOLUMES, Step
-from benchmarks.common import Result, format_table, option_parser, publish, spread
+from benchmarks.common import format_table, option_parser, publish_figures, spread
 
 OTHERS = tuple(way for way in WAYS if way != "ap")
 
@@ -41,16 +41,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for table in dict.fromkeys(row["table"] for row in rows):
         chosen = [{key: value for key, value in row.items() if key != "table"} for row in rows if row["table"] == table]
         print(f"{table}\n{format_table(list(chosen[0]), (list(row.values()) for row in chosen))}\n")
-    result = Result.of(
-        benchmark="adapter_parallel",
-        scale=options.scale,
+    return publish_figures(
+        options,
+        "adapter_parallel",
         gate_failures=failures,
-        figures={} if failures else figures(findings, plan),
-        goals=plan.goals,
+        figures=lambda: figures(findings, plan),
+        goals=GOALS,
         rows=rows,
         notes=notes(findings, plan),
     )
-    return publish(result, options.out)
 
 
 def figures(findings: Findings, plan: Plan) -> dict[str, float]:
@@ -131,7 +130,7 @@ def notes(findings: Findings, plan: Plan) -> list[str]:
         f"{shape['hidden_size']}, {shape['num_hidden_layers']} layers, vocabulary {shape['vocab_size']}, random "
         f"weights, {str(plan.dtype).removeprefix('torch.')}.",
         f"Gate: losses and gradients of every adapter at every batch size within {TOLERANCE:g} (relative, in norm) of "
-        f"PEFT in one process, in float32 on {plan.gate_layers} layers; bytes on the wire are those of the laws, "
+        f"PEFT in one process, in float32 on {plan.num_ranks} layers; bytes on the wire are those of the laws, "
         "to the byte.",
         "over_best_other is the least, over batch sizes and other ways, of ap's throughput over theirs.",
         *_paper_notes(paper_rows()),

@@ -101,7 +101,7 @@ def _rank(
 def _gate(
     plan: Plan, device: torch.device, ways: Mapping[str, Callable[[PreTrainedModel, Workload], Way]]
 ) -> list[str]:
-    shape = {**plan.shape, "num_hidden_layers": plan.gate_layers}
+    shape = {**plan.shape, "num_hidden_layers": plan.num_ranks}
     base, workload = random_model(shape, device=device, dtype=torch.float32), _workload(plan)
     built = {name: build(base, workload) for name, build in ways.items()}
     return gate_failures(built, base, workload, plan.batch_sizes)

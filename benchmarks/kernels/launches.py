@@ -25,7 +25,7 @@ from torch import Tensor
 
 from alto.kernels import LoraOperands, TokenSchedule, triton_backend
 from alto.kernels.triton_config import KernelConfig
-from benchmarks.common import Result, option_parser, publish
+from benchmarks.common import option_parser, publish_figures
 from benchmarks.kernels.stub_driver import StubDriver
 
 GOALS = {"us_per_launch": ("<=", 25.0)}
@@ -63,15 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for name, group in groups.items():
                 rows.append({"way": way, "group": name} | timed(group, passes, driver))
     triton_backend.launch = ways["alto"]
-    result = Result.of(
-        benchmark="launches",
-        scale=options.scale,
-        gate_failures=failures,
-        figures={} if failures else figures(rows),
-        goals=GOALS if options.scale == "cpu" else {},
-        rows=rows,
+    return publish_figures(
+        options, "launches", gate_failures=failures, figures=lambda: figures(rows), goals=GOALS, rows=rows
     )
-    return publish(result, options.out)
 
 
 def group_pass(number: int, in_features: int, out_features: tuple[int, ...], num_slots: int) -> Group:

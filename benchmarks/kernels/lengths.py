@@ -2,26 +2,19 @@
 
 ``gsm8k_lengths.json`` holds, for each of two tokenizers, ``[prompt tokens, all tokens]`` of the first 256 training rows
 in file order: ``alto-tiny`` through its chat template, where the last tokens of the prompt open the reply; ``gpt2`` is
-GPT-2's byte-level BPE on question and answer alone, and stands in for the tokenizers of larger models. Made by
-
-    python -m benchmarks.kernels.lengths GSM8K_TRAIN_JSONL GPT2_FOLDER
-
-with GSM8K's ``train.jsonl`` and a folder with GPT-2's ``encoder.json.gz`` and ``vocab.bpe.gz``.
+GPT-2's byte-level BPE on question and answer alone, and stands in for the tokenizers of larger models.
+``tools/make_row_lengths.py`` makes the file.
 """
 
 from __future__ import annotations
 
-import gzip
 import json
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["RowLength", "derive", "row_lengths"]
+__all__ = ["FILE", "RowLength", "row_lengths"]
 
 FILE = Path(__file__).with_name("gsm8k_lengths.json")
-NUM_ROWS = 256
 
 
 class RowLength(NamedTuple):
@@ -34,43 +27,3 @@ class RowLength(NamedTuple):
 def row_lengths(tokenizer: str) -> tuple[RowLength, ...]:
     """The committed lengths under ``tokenizer``: ``"alto-tiny"`` or ``"gpt2"``."""
     return tuple(RowLength(*row) for row in json.loads(FILE.read_text(encoding="utf-8"))[tokenizer])
-
-
-def derive(data: Path, gpt2: Path) -> dict[str, list[RowLength]]:
-    """The lengths of ``data``'s first rows under both tokenizers."""
-    lines = data.read_text(encoding="utf-8").splitlines()[:NUM_ROWS]
-    rows = [(row["question"], row["answer"]) for row in map(json.loads, lines)]
-    return {"alto-tiny": _alto_tiny(rows), "gpt2": _gpt2(rows, gpt2)}
-
-
-def _alto_tiny(rows: Sequence[tuple[str, str]]) -> list[RowLength]:
-    from alto.backbone import load_tokenizer
-    from alto.data import Message, encode_conversation
-    from alto.spec import BaseModelSpec
-
-    tokenizer = load_tokenizer(BaseModelSpec(id="alto-tiny"))
-    lengths = []
-    for question, answer in rows:
-        conversation = (Message(role="user", content=question), Message(role="assistant", content=answer))
-        (row,) = encode_conversation(conversation, tokenizer)
-        lengths.append(RowLength(row.is_trained.index(True), len(row.input_ids)))
-    return lengths
-
-
-def _gpt2(rows: Sequence[tuple[str, str]], folder: Path) -> list[RowLength]:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    with gzip.open(folder / "encoder.json.gz", "rt", encoding="utf-8") as file:
-        vocabulary = json.load(file)
-    with gzip.open(folder / "vocab.bpe.gz", "rt", encoding="utf-8") as file:
-        merges = [tuple(line.split()) for line in file.read().split("\n")[1:] if line]
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    counts = [[len(tokenizer.encode(text).ids) for text in row] for row in rows]
-    return [RowLength(question, question + answer) for question, answer in counts]
-
-
-if __name__ == "__main__":
-    found = derive(Path(sys.argv[1]), Path(sys.argv[2]))
-    lines = [f"{json.dumps(name)}: {json.dumps(rows, separators=(',', ':'))}" for name, rows in found.items()]
-    FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")

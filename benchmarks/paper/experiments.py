@@ -185,12 +185,6 @@ OTHERS: Mapping[str, Experiment] = {
         topic="shared_prompts",
         program="benchmarks.shared_prompts:main",
     ),
-    "kernels-model": Experiment(
-        title="A training step of many adapters on an H200, computed",
-        topic="kernels",
-        program="benchmarks.kernels.model:main",
-        scales=("model",),
-    ),
     "launches": Experiment(
         title="What the host does for a step's kernels",
         topic="launches",

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import httpx2
 
-from benchmarks.common import ROOT, Result, option_parser, publish
+from benchmarks.common import ROOT, option_parser, publish_figures
 
 SIZES = {"smoke": (3, 12, 4, 8, 0.05), "cpu": (50, 2000, 200, 16, 0.2)}
 """Tenants, submissions, followers, executors at a time, and seconds that each takes."""
@@ -90,19 +90,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         }
         for kind, values in load.latencies_s.items()
     ]
-    result = Result.of(
-        benchmark="service",
-        scale=options.scale,
+    return publish_figures(
+        options,
+        "service",
         gate_failures=failures,
-        figures=figures,
-        goals=GOALS if options.scale == "cpu" else {},
+        figures=lambda: figures,
+        goals=GOALS,
         rows=rows,
         notes=[
             f"{num_tenants} tenants, {num_tasks} tasks, {num_followers} followers, {num_gpus} simulated executors of "
             f"{duration_s:g} s each, {NUM_CLIENTS} requests at a time; clients and server share the machine."
         ],
     )
-    return publish(result, options.out)
 
 
 async def _drive(url: str, keys: dict[str, str], load: Load, num_tasks: int, num_followers: int) -> None:

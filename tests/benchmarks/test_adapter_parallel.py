@@ -97,7 +97,7 @@ class TestTheSmallestScale:
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_every_scale_can_be_dealt_out(plan):
     shape = plan.shape
-    for dealt in (plan.num_jobs, plan.gate_layers, *(shape[key] for key in shape if key.startswith("num_"))):
+    for dealt in (plan.num_jobs, *(shape[key] for key in shape if key.startswith("num_"))):
         assert dealt % plan.num_ranks == 0
 
 

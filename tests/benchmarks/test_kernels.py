@@ -43,7 +43,6 @@ pytestmark = [
 CPU = torch.device("cpu")
 SMALL = ("--scale", "smoke", "--threads", "1")
 OPS = ("grouped_shrink", "grouped_expand", "grouped_backward_input", "grouped_backward_weight")
-SHARED = ROOT.parent / "shared"
 
 
 @pytest.fixture(autouse=True)
@@ -378,14 +377,6 @@ def test_models_and_stages_that_are_not_there_are_refused(options, said, capsys)
 
 def test_the_slowest_comes_last_and_every_piece_of_a_gpu_can_be_chosen():
     assert study("gpu").pieces == ("1b layers", "8b layers", "1b ops", "8b ops", "1b steps", "8b steps")
-
-
-def test_committed_lengths_are_those_of_the_data():
-    data, gpt2 = SHARED / "data" / "gsm8k" / "train.jsonl", SHARED / "tokenizers" / "gpt2"
-    if not data.exists() or not gpt2.exists():
-        pytest.skip(f"needs GSM8K at {data} and GPT-2's tokenizer at {gpt2}")
-    for tokenizer, found in lengths.derive(data, gpt2).items():
-        assert tuple(found) == lengths.row_lengths(tokenizer)
 
 
 def test_both_sides_of_the_throughput_figure_train_every_row_once(base, workload, monkeypatch):

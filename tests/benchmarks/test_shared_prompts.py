@@ -25,8 +25,7 @@ def test_other_losses_fail_the_gate(tmp_path, monkeypatch):
     step = shared_prompts._Way.step
 
     def wrong(way):
-        losses, duration_s = step(way)
-        return [loss * (1 + 1e-3 * way.tokens_per_pair) for loss in losses], duration_s
+        return [loss * (1 + 1e-3 * way.tokens_per_pair) for loss in step(way)]
 
     monkeypatch.setattr(shared_prompts._Way, "step", wrong)
     assert shared_prompts.main(["--scale", "smoke", "--threads", "1", "--out", str(tmp_path)]) == 1

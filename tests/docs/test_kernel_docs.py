@@ -34,9 +34,6 @@ def test_what_was_measured_stands_beside_what_was_predicted(monkeypatch: pytest.
         common | {"op": "grouped_backward_input", "shape": "8192 × 2048", "median_us": 33.25},
     ]
     (tmp_path / "kernels-gpu.json").write_text(json.dumps({"rows": rows}), encoding="utf-8")
-    (tmp_path / "kernels-model.json").write_text(
-        (ROOT / "benchmarks" / "results" / "kernels-model.json").read_text(encoding="utf-8"), encoding="utf-8"
-    )
-    monkeypatch.setattr(tool, "RESULTS", tmp_path)
+    monkeypatch.setattr(tool, "RESULTS_DIR", tmp_path)
     measured = re.findall(r"^\| ([^|]+) \| (\w+) \|.*\| (\d+\.\d) \|$", tool.page(), flags=re.MULTILINE)
     assert measured == [("q k v", "shrink", "11.2"), ("down", "expand", "22.2")]

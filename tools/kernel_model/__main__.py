@@ -1,9 +1,10 @@
-"""The training step of ``program.py`` on an H200 as a model: bytes, FLOPs, programs and predicted times, computed.
+"""The training step that ``benchmarks/kernels`` measures, on an H200, as a model: bytes, FLOPs, programs and predicted
+times, computed.
 
-    python -m benchmarks.paper kernels-model
+    python -m tools.kernel_model
 
 Nothing is measured here. The gate compares every launch of the model with the one that the Triton backend makes for the
-same group, and bytes and FLOPs with the floors that ``program.py`` divides measured times by.
+same group, and bytes and FLOPs with the floors that ``benchmarks/kernels`` divides measured times by.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from benchmarks.common import Result, option_parser, publish
 from benchmarks.kernels.lengths import row_lengths
 from benchmarks.kernels.ops import OpCase, op_work
 from benchmarks.kernels.plans import PLANS, ModelPlan
-from benchmarks.kernels.roofline import H200, VERSIONS, StepModel, Version, llama_groups
 from benchmarks.kernels.shapes import SHAPES
 from benchmarks.kernels.workload import Workload, random_rows
+from tools import RESULTS_DIR
+from tools.kernel_model.roofline import H200, VERSIONS, StepModel, Version, llama_groups
 
 GOALS = {"predicted_step_over_floor_1b": ("<=", 1.08), "predicted_step_over_floor_8b": ("<=", 1.08)}
 BATCH_SIZES = {"1b": (1, 2, 4), "8b": (1, 4)}
@@ -31,7 +33,7 @@ OF_FIGURE = 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = option_parser(__doc__, ("model",)).parse_args(arguments)
+    options = option_parser(__doc__, ("model",), out=RESULTS_DIR).parse_args(arguments)
     rows: list[dict[str, Any]] = []
     figures: dict[str, float] = {}
     failures: list[str] = []
@@ -60,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def step_model(plan: ModelPlan, batch_size: int, version: Version) -> StepModel:
-    """The step that ``program.py`` measures with ``plan``."""
+    """The step that ``benchmarks/kernels`` measures with ``plan``."""
     data = random_rows(row_lengths(plan.tokenizer), SHAPES[plan.shape]["vocab_size"])
     batches = list(Workload(plan.ranks, data, plan.max_tokens_per_pass).batches(batch_size, torch.device("cpu")))
     passes = []
@@ -167,3 +169,7 @@ def _launches(
     finally:
         triton_backend.launch = launch
     yield from found
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -22,9 +22,8 @@ SHAPE = {
 
 
 @pytest.fixture
-def roofline(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    from benchmarks.kernels import roofline
+def roofline():
+    from tools.kernel_model import roofline
 
     return roofline
 
@@ -132,7 +131,7 @@ def test_each_version_is_faster_than_the_one_before(roofline) -> None:
 def test_the_gate_passes_and_notices_other_kernels(
     roofline, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from benchmarks.kernels import model as kernels_model
+    from tools.kernel_model import __main__ as kernels_model
 
     assert kernels_model.main(["--out", str(tmp_path)]) == 0
     found = json.loads((tmp_path / "kernels-model.json").read_text(encoding="utf-8"))
