@@ -86,8 +86,8 @@ SIZES = {
         seeds=(1, 2),
     ),
     "cpu": Size(
-        train=384,
-        validation=160,
+        train=160,
+        validation=64,
         heldout=525,
         epochs=1,
         max_length=256,

@@ -91,7 +91,7 @@ SIZES: Mapping[str, Size] = {
         concurrent_trials=1,
         at_once=2,
     ),
-    "cpu": Size(train=64, validation=16, test=128, epochs=2, max_length=384),
+    "cpu": Size(train=40, validation=12, test=128, epochs=2, max_length=384),
     "gpu": Size(
         model="Qwen/Qwen3-8B",
         train=1024,
