@@ -8,6 +8,7 @@ has measured of one state of the source, under the same versions; no other piece
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import math
@@ -25,7 +26,9 @@ from benchmarks.common import (
     Result,
     command_line,
     commit_id,
+    format_table,
     machine_info,
+    option_parser,
     package_versions,
     publish,
     source_digest,
@@ -33,7 +36,19 @@ from benchmarks.common import (
     write_file,
 )
 
-__all__ = ["GateFailedError", "Origin", "Piece", "Study", "assemble", "merge", "read_pieces", "run_pieces"]
+__all__ = [
+    "GateFailedError",
+    "Origin",
+    "Piece",
+    "Study",
+    "assemble",
+    "merge",
+    "piece_name",
+    "piece_options",
+    "read_pieces",
+    "run_chosen",
+    "run_pieces",
+]
 
 UNKNOWN = "unknown"
 _MEMORY_TOLERANCE = 0.01
@@ -150,6 +165,54 @@ class Study:
     @property
     def stem(self) -> str:
         return f"{self.benchmark}-{self.scale}"
+
+
+def piece_name(model: str, stage: str) -> str:
+    """Of a stage of a model: what :func:`run_chosen` chooses by."""
+    return f"{model} {stage}"
+
+
+def piece_options(
+    description: str | None, models: Mapping[str, Sequence[str]], stages: Sequence[str], arguments: Sequence[str] | None
+) -> argparse.Namespace:
+    """The options of a benchmark whose pieces are stages of models.
+
+    Args:
+        models: Names of the models of every scale.
+
+    Raises:
+        SystemExit: They are not understood, or the scale needs a GPU that is not there.
+    """
+    parser = option_parser(description, models, threads=True)
+    parser.add_argument("--models", nargs="+", help="of these models alone")
+    parser.add_argument("--stages", nargs="+", choices=stages, default=stages, help="these stages alone")
+    options = parser.parse_args(arguments)
+    known = models[options.scale]
+    options.models = options.models or known
+    if unknown := sorted(set(options.models) - set(known)):
+        parser.error(
+            f"--models: expected some of {', '.join(known)} at --scale {options.scale}, found {', '.join(unknown)}"
+        )
+    return options
+
+
+def run_chosen(study: Study, actions: Mapping[str, Action], options: argparse.Namespace) -> int:
+    """:func:`run_pieces` for the models and stages of ``options``; then prints a table of each kind of row."""
+    if options.scale == "gpu" and not torch.cuda.is_available():
+        raise SystemExit(
+            f"--scale {options.scale}: expected an NVIDIA GPU, found none that torch {torch.__version__} can use; run "
+            "it where torch.cuda.is_available() is true, or choose --scale cpu"
+        )
+    torch.set_num_threads(options.threads)
+    names = {piece_name(model, stage) for model in options.models for stage in options.stages}
+    chosen = {name: action for name, action in actions.items() if name in names}
+    code = run_pieces(study, chosen, options.out)
+    rows = [row for piece in read_pieces(study, options.out) if piece.name in chosen for row in piece.rows]
+    for table in dict.fromkeys(row["table"] for row in rows):
+        of_table = [row for row in rows if row["table"] == table]
+        columns = list(dict.fromkeys(key for row in of_table for key in row if key != "table"))
+        print(f"{table}\n{format_table(columns, ([row.get(column, '') for column in columns] for row in of_table))}\n")
+    return code
 
 
 def run_pieces(study: Study, actions: Mapping[str, Action], folder: Path) -> int:

@@ -16,39 +16,20 @@ pieces of several commands make one result, see ``pieces.py``.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import torch
-
-from benchmarks.common import format_table, option_parser
 from benchmarks.kernels.gate import tolerance_of
 from benchmarks.kernels.plans import PLANS, Plan
 from benchmarks.kernels.shapes import SHAPES
 from benchmarks.kernels.stages import CUT_LAYERS, STAGES, actions
-from benchmarks.pieces import Study, read_pieces, run_pieces
+from benchmarks.pieces import Study, piece_options, run_chosen
 
 __all__ = ["main", "study"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
-    plan = PLANS[options.scale]
-    if plan.device.type == "cuda" and not torch.cuda.is_available():
-        raise SystemExit(
-            f"--scale {options.scale}: expected an NVIDIA GPU, found none that torch {torch.__version__} can use; run "
-            "it where torch.cuda.is_available() is true, or choose --scale cpu"
-        )
-    torch.set_num_threads(options.threads)
-    chosen = {
-        name: action
-        for name, action in actions(plan).items()
-        if name.split()[0] in options.models and name.split()[1] in options.stages
-    }
-    whole = study(options.scale)
-    code = run_pieces(whole, chosen, options.out)
-    print_rows([row for piece in read_pieces(whole, options.out) if piece.name in chosen for row in piece.rows])
-    return code
+    return run_chosen(study(options.scale), actions(PLANS[options.scale]), options)
 
 
 def study(scale: str) -> Study:
@@ -56,14 +37,6 @@ def study(scale: str) -> Study:
     plan = PLANS[scale]
     names = list(actions(plan))
     return Study(benchmark="kernels", scale=scale, pieces=tuple(names), goals=plan.goals, notes=tuple(notes(plan)))
-
-
-def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
-    """One table for each kind of row."""
-    for table in dict.fromkeys(row["table"] for row in rows):
-        chosen = [row for row in rows if row["table"] == table]
-        columns = list(dict.fromkeys(key for row in chosen for key in row if key != "table"))
-        print(f"{table}\n{format_table(columns, ([row.get(column, '') for column in columns] for row in chosen))}\n")
 
 
 def notes(plan: Plan) -> list[str]:
@@ -91,15 +64,5 @@ def notes(plan: Plan) -> list[str]:
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = option_parser(__doc__, PLANS, threads=True)
-    parser.add_argument("--models", nargs="+", help="of these models alone")
-    parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES, help="these stages alone")
-    options = parser.parse_args(arguments)
-    plan = PLANS[options.scale]
-    known = [model.shape for model in plan.models]
-    options.models = options.models or known
-    if unknown := sorted(set(options.models) - set(known)):
-        parser.error(
-            f"--models: expected some of {', '.join(known)} at --scale {options.scale}, found {', '.join(unknown)}"
-        )
-    return options
+    models = {scale: [model.shape for model in plan.models] for scale, plan in PLANS.items()}
+    return piece_options(__doc__, models, STAGES, arguments)

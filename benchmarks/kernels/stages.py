@@ -24,9 +24,9 @@ from benchmarks.kernels.shapes import SHAPES, random_model
 from benchmarks.kernels.throughput import measure_throughput
 from benchmarks.kernels.variants import VARIANTS, Variant, build, usable_variants
 from benchmarks.kernels.workload import Workload, random_rows
-from benchmarks.pieces import Action, Flush, GateFailedError, Piece, describe_error
+from benchmarks.pieces import Action, Flush, GateFailedError, Piece, describe_error, piece_name
 
-__all__ = ["CUT_LAYERS", "SPEEDUPS", "STAGES", "actions", "piece_name"]
+__all__ = ["CUT_LAYERS", "SPEEDUPS", "STAGES", "actions"]
 
 CUT_LAYERS = 2
 CUT_VOCABULARY = 2048
@@ -38,10 +38,6 @@ SPEEDUPS = ("sequential", "loop", "lorafusion")
 """Whose steps over ours are figures: at every batch size, and the median of these."""
 
 _Found = TypeVar("_Found")
-
-
-def piece_name(shape: str, stage: str) -> str:
-    return f"{shape} {stage}"
 
 
 def actions(plan: Plan) -> dict[str, Action]:

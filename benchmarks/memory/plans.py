@@ -7,7 +7,7 @@ from dataclasses import dataclass
 __all__ = ["PLANS", "DurationCase", "ModelPlan", "PeakCase", "Plan"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class PeakCase:
     """Jobs that take steps together, and the limit of their passes."""
 
@@ -53,8 +53,9 @@ class Plan:
     dtype: str = "float32"
 
 
-def _case(num_jobs: int, batch_size: int, max_tokens_per_pass: int = 1_000_000) -> PeakCase:
-    return PeakCase(num_jobs=num_jobs, batch_size=batch_size, max_tokens_per_pass=max_tokens_per_pass)
+def _peaks(*cases: tuple[int, ...]) -> tuple[PeakCase, ...]:
+    """Cases by their values in the order of the attributes."""
+    return tuple(PeakCase(*case) for case in cases)
 
 
 PLANS = {
@@ -65,7 +66,7 @@ PLANS = {
                 shape="smoke",
                 tokenizer="alto-tiny",
                 ranks=(4, 8),
-                peaks=(_case(1, 2),),
+                peaks=_peaks((1, 2)),
                 durations=(DurationCase(name="two", ranks=(4, 8), batch_sizes=(2,), num_rows=8),),
             ),
         ),
@@ -77,10 +78,7 @@ PLANS = {
                 shape="tiny",
                 tokenizer="alto-tiny",
                 ranks=(16, 32, 64),
-                peaks=(
-                    *(_case(1, 1), _case(1, 16), _case(4, 2), _case(8, 4), _case(16, 1), _case(16, 4)),
-                    _case(16, 4, 4096),
-                ),
+                peaks=_peaks((1, 1), (1, 16), (4, 2), (8, 4), (16, 1), (16, 4), (16, 4, 4096)),
                 durations=(
                     DurationCase(name="tiny-wide", ranks=(16, 32, 64) * 4, batch_sizes=(1,), num_rows=96),
                     DurationCase(name="tiny-mixed", ranks=(8, 16), batch_sizes=(1, 2, 4, 8), num_rows=128),
@@ -92,10 +90,7 @@ PLANS = {
                 shape="25m",
                 tokenizer="gpt2",
                 ranks=(16, 32, 64),
-                peaks=(
-                    *(_case(1, 1), _case(1, 8), _case(4, 2), _case(8, 1), _case(16, 2)),
-                    _case(16, 4, 4096),
-                ),
+                peaks=_peaks((1, 1), (1, 8), (4, 2), (8, 1), (16, 2), (16, 4, 4096)),
                 durations=(
                     DurationCase(name="25m-pair", ranks=(16, 64), batch_sizes=(2,), num_rows=64),
                     DurationCase(name="25m-wide", ranks=(8, 16, 32), batch_sizes=(1, 4), num_rows=32),
@@ -111,10 +106,7 @@ PLANS = {
                 shape="1b",
                 tokenizer="gpt2",
                 ranks=(16, 32, 64),
-                peaks=(
-                    *(_case(1, 1), _case(1, 16), _case(4, 4), _case(8, 8), _case(16, 1), _case(16, 8)),
-                    _case(16, 16, 8192),
-                ),
+                peaks=_peaks((1, 1), (1, 16), (4, 4), (8, 8), (16, 1), (16, 8), (16, 16, 8192)),
                 durations=(
                     DurationCase(name="1b-wide", ranks=(16, 32, 64) * 4, batch_sizes=(1,), num_rows=96),
                     DurationCase(name="1b-mixed", ranks=(16, 64), batch_sizes=(1, 4, 8), num_rows=192),

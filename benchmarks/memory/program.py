@@ -21,18 +21,28 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.common import ROOT, format_table, option_parser
+from benchmarks.common import ROOT
 from benchmarks.kernels.lengths import row_lengths
 from benchmarks.kernels.shapes import SHAPES, random_model
 from benchmarks.memory.plans import PLANS, DurationCase, ModelPlan, PeakCase, Plan
-from benchmarks.pieces import Action, Flush, Piece, Study, describe_error, read_pieces, run_pieces
+from benchmarks.pieces import (
+    Action,
+    Flush,
+    GateFailedError,
+    Piece,
+    Study,
+    describe_error,
+    piece_name,
+    piece_options,
+    run_chosen,
+)
 
 STAGES = ("peaks", "durations")
 
@@ -46,22 +56,12 @@ GOALS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
-    plan = PLANS[options.scale]
-    if plan.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("--scale gpu: expected an NVIDIA GPU, found none; choose --scale cpu")
-    chosen = {
-        _piece_name(model, stage): _action(plan, model, stage, options.threads)
+    actions = {
+        piece_name(model.shape, stage): _action(PLANS[options.scale], model, stage, options.threads)
         for stage in STAGES
-        if stage in options.stages
-        for model in plan.models
-        if model.shape in options.models
+        for model in PLANS[options.scale].models
     }
-    whole = study(options.scale)
-    code = run_pieces(whole, chosen, options.out)
-    rows = [row for piece in read_pieces(whole, options.out) if piece.name in chosen for row in piece.rows]
-    if rows:
-        print(format_table(list(rows[0]), (list(row.values()) for row in rows)))
-    return code
+    return run_chosen(study(options.scale), actions, options)
 
 
 def study(scale: str) -> Study:
@@ -69,7 +69,7 @@ def study(scale: str) -> Study:
     return Study(
         benchmark="memory",
         scale=scale,
-        pieces=tuple(_piece_name(model, stage) for stage in STAGES for model in PLANS[scale].models),
+        pieces=tuple(piece_name(model.shape, stage) for stage in STAGES for model in PLANS[scale].models),
         goals=GOALS,
         notes=(
             "memory_above_prediction is the most that a peak was above its prediction, as a share of the prediction; "
@@ -102,14 +102,10 @@ def _figures_of_pieces(scale: str, pieces: Mapping[str, Piece]) -> dict[str, flo
     """Of every stage that is measured whole, on all models: the worst of some cases is not the worst of all."""
     rows: list[dict[str, Any]] = []
     for stage in STAGES:
-        found = [pieces.get(_piece_name(model, stage)) for model in PLANS[scale].models]
+        found = [pieces.get(piece_name(model.shape, stage)) for model in PLANS[scale].models]
         if all(piece is not None and piece.is_sound for piece in found):
             rows += [row for piece in found if piece is not None for row in piece.rows]
     return figures(rows)
-
-
-def _piece_name(model: ModelPlan, stage: str) -> str:
-    return f"{model.shape} {stage}"
 
 
 def _action(plan: Plan, model: ModelPlan, stage: str, threads: int) -> Action:
@@ -126,20 +122,23 @@ def _action(plan: Plan, model: ModelPlan, stage: str, threads: int) -> Action:
 def _peaks(child: _Child, model: ModelPlan, piece: Piece, flush: Flush) -> None:
     most = max(case.num_jobs for case in model.peaks)
     largest = max(case.batch_size for case in model.peaks)
-    ranks = [model.ranks[index % len(model.ranks)] for index in range(most)]
-    jobs = _jobs(ranks, [largest])
+    jobs = _jobs([model.ranks[index % len(model.ranks)] for index in range(most)], [largest])
     planned = child.ask("plan", jobs)
     for case in model.peaks:
         name = f"{model.shape}: {case.num_jobs} jobs × {case.batch_size} rows"
-        try:
-            row = _peak(child, model, case, planned, jobs)
-        except Exception as error:
-            piece.errors.append(f"{name}: {describe_error(error)}")
-            continue
-        if row["measured"] <= _least_bytes(model):
-            piece.failures.append(f"{name}: a peak of {row['measured']} bytes, less than the base model's")
-            continue
-        piece.rows.append({"table": "peak", "case": name, **row})
+        _record(piece, flush, "peak", name, partial(_peak, child, model, case, planned, jobs))
+
+
+def _record(piece: Piece, flush: Flush, table: str, name: str, measure: Callable[[], dict[str, Any]]) -> None:
+    """The row that ``measure`` gives; or what failed in it, or was wrong."""
+    try:
+        row = measure()
+    except GateFailedError as error:
+        piece.failures.extend(f"{name}: {failure}" for failure in error.failures)
+    except Exception as error:
+        piece.errors.append(f"{name}: {describe_error(error)}")
+    else:
+        piece.rows.append({"table": table, "case": name, **row})
         print(piece.rows[-1], flush=True)
         flush()
 
@@ -154,6 +153,8 @@ def _peak(
 ) -> dict[str, Any]:
     limit = {"max_tokens_per_pass": case.max_tokens_per_pass}
     found = child.ask("peak", {**jobs, **limit}, num_jobs=case.num_jobs, batch_size=case.batch_size)
+    if found["peak_bytes"] <= _least_bytes(model):
+        raise GateFailedError([f"a peak of {found['peak_bytes']} bytes, less than the base model's"])
     memory, bank = planned["memory"], planned["slot_bytes"] * case.num_jobs
     predicted = memory["fixed_bytes"] + memory["bytes_per_token"] * found["num_tokens"] + bank
     return {
@@ -166,14 +167,7 @@ def _peak(
 
 def _durations(child: _Child, model: ModelPlan, piece: Piece, flush: Flush) -> None:
     for case in model.durations:
-        try:
-            row = _duration(child, case)
-        except Exception as error:
-            piece.errors.append(f"{case.name}: {describe_error(error)}")
-            continue
-        piece.rows.append({"table": "duration", "case": case.name, **row})
-        print(piece.rows[-1], flush=True)
-        flush()
+        _record(piece, flush, "duration", case.name, partial(_duration, child, case))
 
 
 def _duration(child: _Child, case: DurationCase) -> dict[str, Any]:
@@ -264,14 +258,5 @@ def _duration_task(case: DurationCase) -> dict[str, Any]:
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = option_parser(__doc__, PLANS, threads=True)
-    parser.add_argument("--models", nargs="+", help="of these models alone")
-    parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES, help="these stages alone")
-    options = parser.parse_args(arguments)
-    known = [model.shape for model in PLANS[options.scale].models]
-    options.models = options.models or known
-    if unknown := sorted(set(options.models) - set(known)):
-        parser.error(
-            f"--models: expected some of {', '.join(known)} at --scale {options.scale}, found {', '.join(unknown)}"
-        )
-    return options
+    models = {scale: [model.shape for model in plan.models] for scale, plan in PLANS.items()}
+    return piece_options(__doc__, models, STAGES, arguments)

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from alto import EarlyExit
-from alto.early_exit import RecordedJob, Recording, policy_from, replay
+from alto.early_exit import RecordedJob, Recording
+from benchmarks.paper import curves
 from benchmarks.policies.peers import Kept
 
 __all__ = ["Outcome", "improvement_lost", "outcome_of", "replayed", "resampled"]
@@ -40,8 +41,7 @@ class Outcome:
 
 def replayed(recording: Recording, settings: EarlyExit) -> Kept:
     """The outcome of ALTO's own policy with ``settings``."""
-    settings = settings.resolved(lr_warmup=recording.lr_warmup)
-    found = replay(recording, policy_from(settings), settings.ema_alpha)
+    found = curves.replayed(recording, settings.resolved(lr_warmup=recording.lr_warmup))
     assert found.winner is not None
     return Kept(job=found.winner, step=found.winner_step, samples_trained=found.samples_trained)
 

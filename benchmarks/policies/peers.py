@@ -39,13 +39,7 @@ class Kept:
 
 def synchronous_halving(recording: Recording, eta: int = 2) -> Kept:
     """At every ``eta``-fold share of the steps the best ``1/eta`` go on; all wait for all."""
-    field, ends = list(recording.jobs), dict[str, float]()
-    for share in _shares(FIRST, eta):
-        field.sort(key=lambda job: (value_at(job, share), job.job))
-        num_kept = max(1, math.ceil(len(field) / eta))
-        ends |= {job.job: share for job in field[num_kept:]}
-        field = field[:num_kept]
-    return _kept(recording, ends)
+    return _kept(recording, _halved(recording.jobs, _shares(FIRST, eta), eta))
 
 
 def asha(recording: Recording, eta: int = 4, seed: int = 0) -> Kept:
@@ -92,11 +86,7 @@ def hyperband(recording: Recording, eta: int = 3, seed: int = 0) -> Kept:
         of_bracket[source.choices(range(len(brackets)), weights)[0]].append(job)
     ends: dict[str, float] = {}
     for field, shares in zip(of_bracket, brackets, strict=True):
-        for share in shares:
-            field.sort(key=lambda job: (value_at(job, share), job.job))
-            num_kept = max(1, math.ceil(len(field) / eta))
-            ends |= {job.job: share for job in field[num_kept:]}
-            field = field[:num_kept]
+        ends |= _halved(field, shares, eta)
     return _kept(recording, ends)
 
 
@@ -152,6 +142,17 @@ def value_at(job: RecordedJob, share: float) -> float:
     if point is None or not math.isfinite(point.validation_loss):
         return math.inf
     return -point.score if job.scores else point.validation_loss
+
+
+def _halved(jobs: Sequence[RecordedJob], shares: Sequence[float], eta: int) -> dict[str, float]:
+    """The ends of the jobs of which at every share the best ``1/eta`` do not go on."""
+    field, ends = list(jobs), dict[str, float]()
+    for share in shares:
+        field.sort(key=lambda job: (value_at(job, share), job.job))
+        num_kept = max(1, math.ceil(len(field) / eta))
+        ends |= {job.job: share for job in field[num_kept:]}
+        field = field[:num_kept]
+    return ends
 
 
 def _shares(first: float, eta: int) -> tuple[float, ...]:

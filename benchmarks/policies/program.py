@@ -9,32 +9,31 @@ validation rows and judged, where the recording has them, on test rows that chos
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from alto import EarlyExit
 from alto.early_exit import Recording
-from benchmarks.common import ROOT, Result, option_parser, publish
+from benchmarks.common import option_parser, publish_figures
+from benchmarks.paper import curves
+from benchmarks.paper.recordings import is_preference, read_recordings
 from benchmarks.policies.family import FAMILY, SMALL_FAMILY, best_member, name_of
 from benchmarks.policies.outcomes import Outcome, improvement_lost, interval, outcome_of, replayed
 from benchmarks.policies.peers import PEERS, Kept
 
-RECORDINGS = ROOT / "benchmarks" / "recordings"
 EVERYTHING = EarlyExit(enabled=False)
 OWN: Mapping[str, EarlyExit] = {
     "cautious": EarlyExit(preset="cautious"),
     "greedy": EarlyExit(preset="greedy"),
     "two rungs": EarlyExit(rungs=((0.025, 0.5), (0.05, 0.2))),
     "two rungs, whole steps": EarlyExit(rungs=((0.025, 0.5), (0.05, 0.2)), equal_shares=False),
-    "paper": EarlyExit(policy="paper"),
+    "paper": curves.PAPER,
 }
 """``two rungs, whole steps`` was the default of version 0.1."""
 
-SMOKE_JOBS = 8
 NUM_DRAWS = {"smoke": 20, "cpu": 1000}
 GOALS = {
     "saved_mean": (">=", 0.92),
@@ -46,21 +45,18 @@ GOALS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = option_parser(__doc__, NUM_DRAWS).parse_args(arguments)
-    recordings = {path.name.removesuffix(".json.gz"): Recording.read(path) for path in sorted(RECORDINGS.glob("*.gz"))}
-    if options.scale == "smoke":
-        recordings = {name: replace(found, jobs=found.jobs[:SMOKE_JOBS]) for name, found in recordings.items()}
-    failures = [failure for name, found in recordings.items() for failure in gate(name, found)]
+    recordings = read_recordings(options.scale)
+    failures = gate(recordings)
     family = SMALL_FAMILY if options.scale == "smoke" else FAMILY
-    result = Result.of(
-        benchmark="policies",
-        scale=options.scale,
+    return publish_figures(
+        options,
+        "policies",
         gate_failures=failures,
-        figures={} if failures else figures(recordings, family, NUM_DRAWS[options.scale]),
-        goals=GOALS if options.scale == "cpu" else {},
+        figures=lambda: figures(recordings, family, NUM_DRAWS[options.scale]),
+        goals=GOALS,
         rows=[] if failures else rows(recordings),
         notes=[] if failures else about(recordings),
     )
-    return publish(result, options.out)
 
 
 def own(settings: EarlyExit) -> Callable[[Recording], Sequence[Kept]]:
@@ -69,7 +65,7 @@ def own(settings: EarlyExit) -> Callable[[Recording], Sequence[Kept]]:
 
 def default(recording: Recording) -> Sequence[Kept]:
     """What a task of this kind does that sets nothing."""
-    return [replayed(recording, EarlyExit(preset="preferences" if is_preference(recording) else "default"))]
+    return [replayed(recording, curves.default_of(recording))]
 
 
 POLICIES = {"default": default, **{name: own(settings) for name, settings in OWN.items()}, **PEERS}
@@ -99,13 +95,15 @@ def mean(found: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def figures(recordings: Mapping[str, Recording], family: Sequence[EarlyExit], num_draws: int) -> dict[str, float]:
+    """Means over recordings. What the paper's rule saves is a figure of ``samples-saved``."""
     found: dict[str, float] = {}
     for policy in POLICIES:
         of_policy = [mean(outcomes(recording, policy)) for recording in recordings.values()]
         key = policy.replace(", ", "_").replace(" ", "_").lower()
-        found[f"saved_{key}"] = statistics.fmean(outcome["saved"] for outcome in of_policy)
         found[f"lost_{key}"] = statistics.fmean(outcome["lost"] for outcome in of_policy)
-    found["saved_mean"] = found["saved_default"]
+        if policy != "paper":
+            name = "saved_mean" if policy == "default" else f"saved_{key}"
+            found[name] = statistics.fmean(outcome["saved"] for outcome in of_policy)
     defaults = {name: outcomes(recording, "default")[0] for name, recording in recordings.items()}
     sft = [outcome for name, outcome in defaults.items() if not is_preference(recordings[name])]
     found["regret_worst_sft"] = max(judged_regret(outcome) for outcome in sft)
@@ -159,10 +157,6 @@ def left_out(recordings: Mapping[str, Recording], family: Sequence[EarlyExit]) -
     }
 
 
-def is_preference(recording: Recording) -> bool:
-    return recording.jobs[0].config.get("beta") is not None
-
-
 def about(recordings: Mapping[str, Recording]) -> list[str]:
     return [
         f"{name}: {len(found.jobs)} jobs of {min(job.total_steps for job in found.jobs)} to "
@@ -172,16 +166,10 @@ def about(recordings: Mapping[str, Recording]) -> list[str]:
     ]
 
 
-def gate(name: str, recording: Recording) -> list[str]:
-    """What is wrong with a recording or its replay; empty when a policy that ends no job trains every sample and finds
-    the lowest recorded loss, and the value of the base is known of every job."""
-    failures = []
-    if any(job.start is None for job in recording.jobs):
-        failures.append(f"{name}: expected the base's validation loss of every job, found jobs without; record it anew")
-        return failures
-    kept = replayed(recording, EVERYTHING)
-    losses = {loss: (job.job, step) for job in recording.jobs for step, loss in job.evaluations if math.isfinite(loss)}
-    budget = sum(recording.samples_after(job, len(job.train_losses)) for job in recording.jobs)
-    if kept.samples_trained != budget or (kept.job, kept.step) != losses[min(losses)]:
-        failures.append(f"{name}: expected {losses[min(losses)]} kept and nothing saved, found {kept}")
-    return failures
+def gate(recordings: Mapping[str, Recording]) -> list[str]:
+    """What is wrong with the recordings or their replay; empty where all of them know the value of the base, too."""
+    return curves.gate(recordings) + [
+        f"{name}: expected the base's validation loss of every job, found jobs without; record it anew"
+        for name, recording in recordings.items()
+        if any(job.start is None for job in recording.jobs)
+    ]

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+pytest.importorskip(
+    "matplotlib", reason="recordings are read with the bench extra: pip install -e '.[bench]'"
+)
+
 from alto.early_exit import RecordedJob, Recording
 from alto.records import SplitLoss, StartValue
 from benchmarks.policies.outcomes import improvement_lost, interval, outcome_of, resampled
