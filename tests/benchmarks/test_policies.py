@@ -7,9 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-pytest.importorskip(
-    "matplotlib", reason="recordings are read with the bench extra: pip install -e '.[bench]'"
-)
+pytest.importorskip("matplotlib", reason="recordings are read with the bench extra: pip install -e '.[bench]'")
 
 from benchmarks.policies import program as policies
 

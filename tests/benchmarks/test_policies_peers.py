@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip(
-    "matplotlib", reason="recordings are read with the bench extra: pip install -e '.[bench]'"
-)
+pytest.importorskip("matplotlib", reason="recordings are read with the bench extra: pip install -e '.[bench]'")
 
 from alto.early_exit import RecordedJob, Recording
 from alto.records import SplitLoss, StartValue

@@ -66,7 +66,7 @@ def test_no_figure_is_older_than_this_round(generator: ModuleType) -> None:
         result = json.loads(file.read_text(encoding="utf-8"))
         assert datetime.fromisoformat(result["date"]) >= ROUND_BEGAN, f"{file.name}: measure it again"
         commit = result["commit"]
-        assert len(commit) == 40, f"{file.name}: expected the commit that was measured, found {commit}; measure it again"
+        assert len(commit) == 40, f"{file.name}: expected a commit, found {commit}; measure it again"
         known = subprocess.run(["git", "cat-file", "-e", commit], cwd=ROOT, capture_output=True, check=False)
         if known.returncode == 0:  # not so in a shallow clone
             merged = subprocess.run(["git", "merge-base", "--is-ancestor", commit, "HEAD"], cwd=ROOT, check=False)
