@@ -110,12 +110,12 @@ $(VENV)/.base: pyproject.toml $(VENV)/.torch
 	$(BIN)/python -m pip install -e .
 	@touch $@
 
-$(VENV)/.dev: pyproject.toml $(VENV)/.base
-	$(BIN)/python -m pip install -e '.[dev]'
+$(VENV)/.dev: pyproject.toml benchmarks/peers.txt $(VENV)/.base
+	$(BIN)/python -m pip install -e '.[dev]' -r benchmarks/peers.txt
 	@touch $@
 
-$(VENV)/.bench: pyproject.toml $(VENV)/.base
-	$(BIN)/python -m pip install -e '.[bench]'
+$(VENV)/.bench: pyproject.toml benchmarks/peers.txt $(VENV)/.base
+	$(BIN)/python -m pip install -e '.[bench,scheduler]' -r benchmarks/peers.txt
 	@touch $@
 
 $(WORD_PROBLEMS): examples/make_word_problems.py | $(VENV)/.created

@@ -39,8 +39,11 @@ __all__ = [
     "commit_id",
     "format_table",
     "goal_reached",
+    "keep_rows",
+    "kept_rows",
     "machine_info",
     "option_parser",
+    "origin",
     "package_versions",
     "provenance",
     "publish",
@@ -315,6 +318,29 @@ def format_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> st
         return "  ".join(padded).rstrip()
 
     return "\n".join([line(columns), line(["-" * width for width in widths]), *map(line, cells)])
+
+
+def origin() -> dict[str, Any]:
+    """What a measurement is of: source, machine and packages, as strict JSON has them."""
+    found: dict[str, Any] = json.loads(
+        strict_json({"source": source_digest(), "machine": machine_info(), "versions": package_versions()})
+    )
+    return found
+
+
+def keep_rows(folder: Path, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Keep a part of a long measurement beside the results, for a run that is killed before its end."""
+    write_file(folder / ".paper" / f"{name}.json", strict_json({"origin": origin(), "rows": list(rows)}))
+
+
+def kept_rows(folder: Path, name: str) -> list[dict[str, Any]] | None:
+    """Such a part, if it is of this source, machine and set of packages; else None."""
+    try:
+        found = json.loads((folder / ".paper" / f"{name}.json").read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return None
+    rows: list[dict[str, Any]] = found["rows"]
+    return rows if found["origin"] == origin() else None
 
 
 def command_line() -> str:

@@ -15,7 +15,7 @@ import math
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -42,12 +42,13 @@ __all__ = [
     "Piece",
     "Study",
     "assemble",
-    "merge",
+    "origin_of",
     "piece_name",
     "piece_options",
     "read_pieces",
     "run_chosen",
     "run_pieces",
+    "write_piece",
 ]
 
 UNKNOWN = "unknown"
@@ -246,7 +247,7 @@ def run_pieces(study: Study, actions: Mapping[str, Action], folder: Path) -> int
             print(f"FAILED {sentence}", flush=True)
         _free_memory()
     for piece in read_pieces(study, folder):
-        if differences := _origin(piece).differences(origin):
+        if differences := origin_of(piece).differences(origin):
             print(f"left out, because it is of another run: {piece.name}: {'; '.join(differences)}")
     publish(_result_in(study, folder, origin), folder)
     return 0 if all(piece.is_sound for piece in measured) else 1
@@ -301,39 +302,6 @@ def assemble(study: Study, pieces: Iterable[Piece]) -> Result:
     )
 
 
-def merge(study: Study, folders: Sequence[Path], target: Path) -> Result:
-    """The result of the pieces in ``folders``; it is written to ``target`` with them.
-
-    Where a piece lies in several folders, the latest counts. Measured where there was no git, pieces get the commit of
-    this checkout if its source is the one that they were measured of.
-
-    Raises:
-        ValueError: There are none, or two are not of one origin.
-    """
-    latest: dict[str, Piece] = {}
-    for folder in folders:
-        for piece in read_pieces(study, folder):
-            if piece.name not in latest or latest[piece.name].date < piece.date:
-                latest[piece.name] = piece
-    pieces = [latest[name] for name in study.pieces if name in latest]
-    for piece in pieces[1:]:
-        if differences := _origin(piece).differences(_origin(pieces[0])):
-            raise ValueError(
-                f"Expected pieces of one commit, machine and set of versions; found {piece.name} and {pieces[0].name} "
-                f"apart: {'; '.join(differences)}. Measure one of them again, or leave its folder out."
-            )
-    if pieces and all(_origin(piece).commit == UNKNOWN for piece in pieces):
-        commit = commit_id() if _origin(pieces[0]).source == source_digest() else UNKNOWN
-        for piece in pieces:
-            known = {item.name: getattr(_origin(piece), item.name) for item in fields(Origin)}
-            piece.origin = Origin(**(known | {"commit": commit}))
-    result = assemble(study, pieces)
-    for piece in pieces:
-        _write(study, piece, target)
-    result.write(target)
-    return result
-
-
 def read_pieces(study: Study, folder: Path) -> list[Piece]:
     """The pieces that lie in ``folder``, in the order of the study."""
     found = []
@@ -346,18 +314,19 @@ def read_pieces(study: Study, folder: Path) -> list[Piece]:
 
 
 def _result_in(study: Study, folder: Path, origin: Origin) -> Result:
-    return assemble(study, (piece for piece in read_pieces(study, folder) if not _origin(piece).differences(origin)))
+    return assemble(study, (piece for piece in read_pieces(study, folder) if not origin_of(piece).differences(origin)))
 
 
 def _writer(study: Study, piece: Piece, folder: Path) -> Flush:
     def flush() -> None:
         piece.date = datetime.now(UTC).isoformat(timespec="seconds")
-        _write(study, piece, folder)
+        write_piece(study, piece, folder)
 
     return flush
 
 
-def _write(study: Study, piece: Piece, folder: Path) -> None:
+def write_piece(study: Study, piece: Piece, folder: Path) -> None:
+    """Write what a piece has found so far."""
     write_file(_file(study, piece.name, folder), strict_json(asdict(piece)))
 
 
@@ -365,7 +334,8 @@ def _file(study: Study, name: str, folder: Path) -> Path:
     return folder / f"{study.stem}.pieces" / f"{name.replace(' ', '-')}.json"
 
 
-def _origin(piece: Piece) -> Origin:
+def origin_of(piece: Piece) -> Origin:
+    """Of a piece that was measured."""
     assert piece.origin is not None
     return piece.origin
 

@@ -1,4 +1,5 @@
-"""Write ``docs/paper.md``, its pictures and ``docs/benchmarks.md`` from the result files in ``benchmarks/results``.
+"""Write ``docs/paper.md``, its pictures, ``docs/benchmarks.md``, and the figures in pages written by hand, from the
+result files in ``benchmarks/results``.
 
     python tools/make_benchmark_docs.py
 
@@ -22,6 +23,7 @@ from benchmarks.common import RESULTS_DIR, goal_reached, provenance  # noqa: E40
 from benchmarks.paper.curves import Found  # noqa: E402
 from benchmarks.paper.experiments import EXPERIMENTS, OTHERS, PAPER, Experiment, load  # noqa: E402
 from benchmarks.paper.pictures import write_picture  # noqa: E402
+from tools.measured_blocks import with_blocks  # noqa: E402
 
 NOTES = ROOT / "benchmarks" / "notes"
 DOCS = ROOT / "docs"
@@ -49,8 +51,10 @@ _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def pages() -> dict[Path, str]:
-    """The whole pages by their files."""
+    """The whole pages by their files; of those written by hand, what is measured in them."""
+    written = (ROOT / "README.md", DOCS / "early-exit.md")
     return {
+        **{file: with_blocks(file.read_text(encoding="utf-8"), RESULTS_DIR) for file in written},
         DOCS / "paper.md": _page(PAPER_INTRODUCTION, PAPER),
         DOCS / "benchmarks.md": _page(OTHER_INTRODUCTION, OTHERS),
     }

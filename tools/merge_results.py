@@ -13,13 +13,14 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.common import RESULTS_DIR, SCALES  # noqa: E402
-from benchmarks.pieces import merge  # noqa: E402
+from benchmarks.common import RESULTS_DIR, SCALES, Result, commit_id, source_digest  # noqa: E402
+from benchmarks.pieces import UNKNOWN, Piece, Study, assemble, origin_of, read_pieces, write_piece  # noqa: E402
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,6 +40,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise SystemExit(str(error)) from None
     print(result.table())
     return 0 if result.gate == "passed" else 1
+
+
+def merge(study: Study, folders: Sequence[Path], target: Path) -> Result:
+    """The result of the pieces in ``folders``; it is written to ``target`` with them.
+
+    Where a piece lies in several folders, the latest counts. Measured where there was no git, pieces get the commit of
+    this checkout if its source is the one that they were measured of.
+
+    Raises:
+        ValueError: There are none, or two are not of one origin.
+    """
+    latest: dict[str, Piece] = {}
+    for folder in folders:
+        for piece in read_pieces(study, folder):
+            if piece.name not in latest or latest[piece.name].date < piece.date:
+                latest[piece.name] = piece
+    pieces = [latest[name] for name in study.pieces if name in latest]
+    for piece in pieces[1:]:
+        if differences := origin_of(piece).differences(origin_of(pieces[0])):
+            raise ValueError(
+                f"Expected pieces of one commit, machine and set of versions; found {piece.name} and {pieces[0].name} "
+                f"apart: {'; '.join(differences)}. Measure one of them again, or leave its folder out."
+            )
+    if pieces and all(origin_of(piece).commit == UNKNOWN for piece in pieces):
+        commit = commit_id() if origin_of(pieces[0]).source == source_digest() else UNKNOWN
+        for piece in pieces:
+            piece.origin = replace(origin_of(piece), commit=commit)
+    result = assemble(study, pieces)
+    for piece in pieces:
+        write_piece(study, piece, target)
+    result.write(target)
+    return result
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ AdamW, and logs nothing. It is what a careful engineer writes by hand, and the c
 
 from __future__ import annotations
 
-import copy
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +26,7 @@ from benchmarks.baselines.job import (
     check_eval_steps,
     epoch_order,
 )
+from benchmarks.baselines.stacked import share
 
 __all__ = ["bare_peft_one", "evaluate", "loss_sum"]
 
@@ -98,7 +98,7 @@ def bare_peft_one(
 
 
 def _adapted_model(prepared: Prepared, settings: JobSettings) -> PeftModel:
-    base = copy.deepcopy(prepared.model)
+    base = share(prepared.model)
     # TRL seeds right before it adds the adapter; the same here gives the same initial weights.
     set_seed(settings.seed)
     return get_peft_model(base, settings.lora())

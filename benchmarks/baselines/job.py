@@ -178,7 +178,7 @@ class Prepared:
     """A task made ready for any number of jobs.
 
     Attributes:
-        model: The base model, float32 on the CPU; every job works on its own copy.
+        model: The base model; every job wraps a copy of its modules on the same weights.
         train: ``input_ids`` and ``labels`` of the training rows, in file order.
         validation: The same of the validation rows, sorted by length so that evaluation batches hold little padding.
         duration_s: Time to load and tokenise; it belongs to the sweep once.
@@ -197,14 +197,17 @@ def prepare(
     validation_rows: Iterable[Mapping[str, str]],
     *,
     max_length: int,
+    dtype: str = "float32",
 ) -> Prepared:
-    """Load ``model`` (folder or hub id) and tokenise ``question``/``answer`` rows, cut to ``max_length`` tokens.
+    """Load ``model`` (folder or hub id) onto the GPU, where there is one, and tokenise ``question``/``answer`` rows,
+    cut to ``max_length`` tokens.
 
     Raises:
         ValueError: After tokenising, no training or no validation row has a token to train.
     """
     start = time.perf_counter()
-    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
+    base.to("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = AutoTokenizer.from_pretrained(model)
     train = _tokenize(tokenizer, train_rows, max_length)
     validation = sorted(_tokenize(tokenizer, validation_rows, max_length), key=lambda row: len(row["input_ids"]))

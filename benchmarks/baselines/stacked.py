@@ -10,6 +10,7 @@ Shapes: ``T`` tokens, ``K`` in-features, ``N`` out-features, ``Q`` rows of a sta
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,8 +20,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import PreTrainedModel
 
-__all__ = ["AddedProducts", "AfterBase", "BaseLayer", "JobTokens", "Products", "Stack", "StackedAdapters"]
+from alto.lora import AdapterWeights
+
+__all__ = ["AddedProducts", "AfterBase", "BaseLayer", "JobTokens", "Products", "Stack", "StackedAdapters", "share"]
 
 MAX_GRAD_NORM = 1.0
 
@@ -50,6 +54,12 @@ class Stack:
         self.da_QK, self.db_QN = torch.zeros_like(self.a_QK), torch.zeros_like(self.b_QN)
         self.rows = tuple(slice(start, start + rank) for start, rank in zip(starts, ranks, strict=False))
         self.num_jobs = len(ranks)
+
+
+def share(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of the model's modules on the same weights."""
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
 class BaseLayer(NamedTuple):
@@ -140,7 +150,7 @@ class StackedAdapters:
             stack = self.stacks[name] = Stack(base.weight, ranks, products.rows_per_job(ranks))
             model.set_submodule(name, _StackedLinear(base, stack, self))
         self._parameters = [self._job_parameters(job) for job in range(len(ranks))]
-        self._optimizer = torch.optim.AdamW(
+        self.optimizer = torch.optim.AdamW(
             [
                 {"params": parameters, "lr": rate}
                 for parameters, rate in zip(self._parameters, learning_rates, strict=True)
@@ -162,11 +172,18 @@ class StackedAdapters:
         """Clip every job's gradients, step, and forget them."""
         for parameters in self._parameters:
             torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
-        self._optimizer.step()
+        self.optimizer.step()
         self.zero_grads()
 
     def zero_grads(self) -> None:
-        self._optimizer.zero_grad(set_to_none=False)
+        self.optimizer.zero_grad(set_to_none=False)
+
+    def load(self, job: int, adapter: AdapterWeights) -> None:
+        """Put weights into the stacks."""
+        for name, (a_KR, b_RN) in adapter.items():
+            stack = self.stacks[name]
+            stack.a_QK[stack.rows[job]] = a_KR.T.to(stack.a_QK)
+            stack.b_QN[stack.rows[job]] = b_RN.to(stack.b_QN)
 
     def __call__(self, x_TK: Tensor, base: BaseLayer, stack: Stack) -> Tensor:
         result: Tensor = _StackedLora.apply(x_TK, self.anchor, base, stack, self._products, self._prepared)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
+import torch
 from torch.utils.data import Sampler
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -17,7 +18,7 @@ __all__ = ["EvaluateAt", "OrderedSampler", "training_arguments"]
 def training_arguments(
     config_class: type[TrainingArguments], settings: JobSettings, folder: str, eval_batch_size: int
 ) -> dict[str, Any]:
-    """Arguments of ``config_class``: the job's own; float32, nothing recomputed, nothing saved, nothing shown."""
+    """Arguments of ``config_class``: the job's own; float32 on a CPU; nothing recomputed, saved or shown."""
     # Transformers renamed the option within its versions 5; the old name warns where the new one exists.
     names = {item.name for item in fields(config_class)}
     checkpointing = "activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing"
@@ -33,8 +34,8 @@ def training_arguments(
         "max_grad_norm": settings.max_grad_norm or 0.0,
         "seed": settings.seed,
         checkpointing: False,
-        "bf16": False,
-        "use_cpu": True,
+        "bf16": torch.cuda.is_available(),
+        "use_cpu": not torch.cuda.is_available(),
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,

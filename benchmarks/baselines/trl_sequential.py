@@ -4,7 +4,7 @@ TRL's defaults are kept, but for float32 in place of bfloat16 autocast, so that 
 bfloat16 instructions autocast is the faster one at batch 8, the slower one at batch 1), and for these in its favour:
 
 - gradient checkpointing off (TRL's default is on);
-- rows tokenised once for all jobs, the base model loaded once and copied in memory, nothing saved to disk;
+- rows tokenised once for all jobs, the base model loaded once for all jobs, nothing but the best adapter saved to disk;
 - no progress bar and no printing; validation rows sorted by length.
 
 Kept: per-batch padding, the fused AdamW, logging every 10 steps, and TRL's own head, which on a CPU scores every
@@ -13,14 +13,14 @@ position, prompts included, and computes entropy and token accuracy in each step
 
 from __future__ import annotations
 
-import copy
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from datasets import Dataset
+from peft import PeftModel
 from torch.utils.data import Sampler
 from transformers import PrinterCallback
 from trl import SFTConfig, SFTTrainer
@@ -35,6 +35,7 @@ from benchmarks.baselines.job import (
     check_eval_steps,
     epoch_order,
 )
+from benchmarks.baselines.stacked import share
 from benchmarks.baselines.trl_parts import EvaluateAt, OrderedSampler, training_arguments
 
 __all__ = ["train_one"]
@@ -47,6 +48,7 @@ def train_one(
     eval_at_steps: Sequence[int],
     eval_batch_size: int = 8,
     order: Order | None = None,
+    on_evaluation: Callable[[PeftModel, Evaluation], bool] | None = None,
 ) -> BaselineJob:
     """Train one job to its end.
 
@@ -54,6 +56,7 @@ def train_one(
         config: Canonical keys, see ``JobSettings``.
         eval_at_steps: Optimizer steps after which the whole validation set is evaluated.
         order: Rows of each epoch; by default a shuffle fixed by the job's seed, the same as in ``bare_peft``.
+        on_evaluation: Called after every evaluation; what it returns counts for nothing here.
     """
     start = time.perf_counter()
     settings = JobSettings.of(config)
@@ -61,7 +64,7 @@ def train_one(
     steps = check_eval_steps(eval_at_steps, settings.total_steps(len(prepared.train)))
     with tempfile.TemporaryDirectory() as folder:
         trainer = _Trainer(
-            model=copy.deepcopy(prepared.model),
+            model=share(prepared.model),
             args=_arguments(settings, folder, eval_batch_size),
             train_dataset=Dataset.from_list(list(prepared.train)),
             eval_dataset=Dataset.from_list(list(prepared.validation)),
@@ -69,6 +72,7 @@ def train_one(
             peft_config=settings.lora(),
             callbacks=[EvaluateAt(steps)],
             order=order,
+            on_evaluation=on_evaluation,
         )
         trainer.remove_callback(PrinterCallback)
         train_start = time.perf_counter()
@@ -96,8 +100,15 @@ class _Trainer(SFTTrainer):
     tokens: TRL's own is a mean over rows of their batches' means and changes with the evaluation batch size.
     """
 
-    def __init__(self, *args: Any, order: Order, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        order: Order,
+        on_evaluation: Callable[[PeftModel, Evaluation], bool] | None,
+        **kwargs: Any,
+    ) -> None:
         self._order = order
+        self._on_evaluation = on_evaluation
         self._num_rows = len(kwargs["train_dataset"])
         self.step_losses: list[torch.Tensor] = []
         self.evaluations: list[Evaluation] = []
@@ -119,8 +130,8 @@ class _Trainer(SFTTrainer):
     ) -> Any:
         loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
         num_tokens = (inputs["labels"][:, 1:] != IGNORED).sum()
-        self._eval_loss_sum += loss.double() * num_tokens
-        self._eval_tokens += num_tokens
+        self._eval_loss_sum += loss.double().cpu() * num_tokens.cpu()
+        self._eval_tokens += num_tokens.cpu()
         return loss, logits, labels
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
@@ -130,4 +141,6 @@ class _Trainer(SFTTrainer):
         metrics = super().evaluate(*args, **kwargs)
         self.evaluations.append(Evaluation(self.state.global_step, float(self._eval_loss_sum / self._eval_tokens)))
         self.eval_s += time.perf_counter() - start
+        if self._on_evaluation is not None:
+            self._on_evaluation(self.model, self.evaluations[-1])
         return metrics

@@ -1,1 +1,1 @@
-"""What ``benchmarks/dpo.py`` is made of."""
+"""Preference tuning: forty configurations of DPO, beside TRL."""

@@ -25,16 +25,17 @@ from alto import Task
 from alto.backbone import Backbone, load_backbone, resolve_model
 from alto.data.split import carve_rows
 from alto.spec import BaseModelSpec, Job
-from benchmarks.baselines.job import BaselineJob
+from benchmarks.baselines.job import BaselineJob, JobSettings
 from benchmarks.baselines.pairs import PreparedPairs, prepare_pairs, tokenize_pairs
+from benchmarks.baselines.start import first_adapter
 from benchmarks.baselines.trl_pairs import train_on_pairs
 from benchmarks.common import PREFERENCE_PAIRS, Result, option_parser, publish
 from benchmarks.dpo.gate import gate_failures
 from benchmarks.dpo.judge import Judge
 from benchmarks.dpo.measured import Measured, Tuned
-from benchmarks.dpo.start import first_adapter
 from benchmarks.dpo.tell import best_loss, figures, notes, rows
-from benchmarks.sweep import LEARNING_RATE_FACTOR, PAPER_LEARNING_RATES, eval_steps, observed, tune
+from benchmarks.end_to_end.plans import LEARNING_RATE_FACTOR, PAPER_LEARNING_RATES
+from benchmarks.end_to_end.systems import eval_steps, observed, tune
 
 SOURCE = "rasbt/"
 """Of the sources of the mixture one that so small a model can learn from: the chosen answer is the more polite one."""
@@ -85,8 +86,8 @@ SIZES = {
         seeds=(1, 2),
     ),
     "cpu": Size(
-        train=384,
-        validation=160,
+        train=160,
+        validation=64,
         heldout=525,
         epochs=1,
         max_length=256,
@@ -174,7 +175,7 @@ def sequential(
             prepared,
             job.config.model_dump(),
             start=first_adapter(backbone, job.config),
-            eval_at_steps=eval_steps(task, job, len(prepared.train)),
+            eval_at_steps=eval_steps(task, JobSettings.of(job.config.model_dump()), len(prepared.train)),
         )
         print(f"trl {number}/{len(jobs)} {job.id}: {found.duration_s:.1f} s, best {best_loss(found):.4f}", flush=True)
         yield job.id, found

@@ -1,1 +1,1 @@
-"""What ``benchmarks/kernels.py`` is made of: workloads, variants of a training step, the gate, the measurements."""
+"""One training step of many adapters: workloads, variants, the gate, the measurements, and the step as a model."""

@@ -16,7 +16,8 @@ from alto.backbone import Backbone
 from alto.kernels import TokenSchedule
 from alto.lora import AdapterBank, AdapterShape, AdapterWeights, BankLayout, adapter_scale, inject, linear_modules
 from alto.objectives import Learners, find_objective, job_losses
-from benchmarks.kernels.variants import JobFacts, Variant, share
+from benchmarks.baselines.stacked import share
+from benchmarks.kernels.variants import JobFacts, Variant
 from benchmarks.kernels.workload import Workload
 
 __all__ = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -22,10 +21,10 @@ from alto.lora import AdapterWeights, adapter_scale, linear_modules
 from alto.objectives import Learners, find_objective, job_losses
 from benchmarks.baselines import grouped_mm, loop, lorafusion
 from benchmarks.baselines.bare_peft import loss_sum
-from benchmarks.baselines.stacked import MAX_GRAD_NORM, AfterBase, JobTokens, Products, StackedAdapters
+from benchmarks.baselines.stacked import MAX_GRAD_NORM, AfterBase, JobTokens, Products, StackedAdapters, share
 from benchmarks.kernels.workload import LEARNING_RATE, Workload
 
-__all__ = ["VARIANTS", "JobFacts", "Ours", "Variant", "build", "peft_model", "share", "usable_variants"]
+__all__ = ["VARIANTS", "JobFacts", "Ours", "Variant", "build", "peft_model", "usable_variants"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,10 +187,7 @@ class Stacked:
 
     def facts(self, batch_size: int, weights: Sequence[AdapterWeights]) -> list[JobFacts]:
         for job, adapter in enumerate(weights):
-            for name, (a_KR, b_RN) in adapter.items():
-                stack = self._adapters.stacks[name]
-                stack.a_QK[stack.rows[job]] = a_KR.T.to(stack.a_QK)
-                stack.b_QN[stack.rows[job]] = b_RN.to(stack.b_QN)
+            self._adapters.load(job, adapter)
         self._adapters.zero_grads()
         losses = self.backward(batch_size)
         facts = [JobFacts(loss=loss, gradients=self._gradients(job)) for job, loss in enumerate(losses)]
@@ -297,12 +293,6 @@ def usable_variants(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]
 def build(name: str, base: PreTrainedModel, workload: Workload) -> Variant:
     """The variant on the weights of ``base``, which stays as it is."""
     return VARIANTS[name](base, workload)
-
-
-def share(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of the model's modules on the same weights."""
-    tensors = itertools.chain(model.parameters(), model.buffers())
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
 def _batched_backward(

@@ -14,6 +14,7 @@ from matplotlib.axes import Axes
 from alto import EarlyExit
 from alto.early_exit import RecordedJob, Recording, ReplayResult, policy_from, replay
 from benchmarks.paper.recordings import (
+    best_accuracy,
     best_loss,
     by_batch_size,
     is_preference,
@@ -77,7 +78,8 @@ def replayed(recording: Recording, settings: EarlyExit) -> ReplayResult:
 
 
 def sensitivity(recordings: Recordings) -> Found:
-    """How much the best validation loss differs between the configurations of a sweep."""
+    """How much the best validation loss differs between the configurations of a sweep, and of preferences the best
+    reward accuracy."""
     rows = []
     for name, recording in recordings.items():
         losses = sorted(best_loss(job) for job in recording.jobs)
@@ -93,28 +95,76 @@ def sensitivity(recordings: Recordings) -> Found:
                 "worst": finite[-1],
                 "median_improvement_share": (base - statistics.median(finite)) / (base - finite[0]),
                 "losses": finite,
+                **_accuracy_spread(recording),
             }
         )
+    measured = [row for row in rows if "accuracies" in row]
     return Found(
         figures={
             "median_improvement_share": statistics.fmean(row["median_improvement_share"] for row in rows),
             "median_improvement_share_lowest": min(row["median_improvement_share"] for row in rows),
+            **({"recordings_with_accuracy": float(len(measured)), **_accuracy_figures(measured)} if measured else {}),
         },
         rows=rows,
         notes=[
-            "The improvement of a configuration is how far its best validation loss lies below that of the frozen base."
+            "The improvement of a configuration is how far its best validation loss lies below that of the frozen "
+            "base.",
+            "The accuracy of a configuration is the best reward accuracy of its evaluations: the share of the "
+            "validation pairs whose chosen reply earns more, 50 % before the first step. Accuracies are in per cent, "
+            "differences in points, all of them means over the recordings that have accuracies."
+            if measured
+            else "No recording has accuracies.",
         ],
     )
 
 
+def _accuracy_spread(recording: Recording) -> dict[str, Any]:
+    """Columns with the best, median and worst accuracy of the configurations, in per cent; none where the recording has
+    no accuracies."""
+    found = [accuracy for job in recording.jobs if (accuracy := best_accuracy(job)) is not None]
+    if not found:
+        return {}
+    accuracies = sorted((100 * accuracy for accuracy in found), reverse=True)
+    return {
+        "best_accuracy": accuracies[0],
+        "median_accuracy": statistics.median(accuracies),
+        "worst_accuracy": accuracies[-1],
+        "accuracies": accuracies,
+    }
+
+
+def _accuracy_figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    best, median, worst = (
+        statistics.fmean(row[f"{place}_accuracy"] for row in rows) for place in ("best", "median", "worst")
+    )
+    return {
+        "best_accuracy": best,
+        "median_accuracy": median,
+        "worst_accuracy": worst,
+        "best_over_median_points": best - median,
+        "best_over_worst_points": best - worst,
+    }
+
+
 def draw_sensitivity(found: Found, axes: Sequence[Axes]) -> None:
-    (axis,) = axes
+    axis, of_accuracy = axes
     for number, row in enumerate(found.rows):
         shares = [(row["base"] - loss) / (row["base"] - row["best"]) for loss in row["losses"]]
         # How far a configuration lies below -50 % does not matter.
         axis.plot([100 * max(-0.5, share) for share in shares], [number] * len(shares), "|", markersize=11)
     axis.set_yticks(range(len(found.rows)), [row["recording"] for row in found.rows])
     axis.set_xlabel("improvement, % of the best configuration's")
+    rows = [row for row in found.rows if "accuracies" in row]
+    if not rows:
+        of_accuracy.set_axis_off()
+        of_accuracy.text(0.5, 0.5, "no recording has accuracies", ha="center", transform=of_accuracy.transAxes)
+        return
+    for number, row in enumerate(rows):
+        of_accuracy.plot(row["accuracies"], [number] * len(row["accuracies"]), "|", markersize=11)
+    of_accuracy.axvline(50, color="black", linestyle=":", label="before the first step")
+    of_accuracy.set_yticks(range(len(rows)), [row["recording"] for row in rows])
+    of_accuracy.set_xlabel("best reward accuracy, %")
+    of_accuracy.legend(fontsize=8, frameon=False)
 
 
 def start_of(recording: Recording) -> float:

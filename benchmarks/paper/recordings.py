@@ -14,6 +14,7 @@ from alto.early_exit import RecordedJob, Recording
 
 __all__ = [
     "RECORDINGS",
+    "best_accuracy",
     "best_loss",
     "by_batch_size",
     "is_preference",
@@ -66,6 +67,12 @@ def loss_at(job: RecordedJob, share: float) -> float:
 def best_loss(job: RecordedJob) -> float:
     """The lowest validation loss that the job reached; infinite where none was finite."""
     return min((loss for _, loss in job.evaluations if math.isfinite(loss)), default=math.inf)
+
+
+def best_accuracy(job: RecordedJob) -> float | None:
+    """The highest reward accuracy on the validation pairs that the job reached, in [0, 1]; None where the recording has
+    none, and where no evaluation is finite."""
+    return max(filter(math.isfinite, job.metrics.get("reward_accuracy", ())), default=None)
 
 
 def spearman(recording: Recording, share: float) -> float:

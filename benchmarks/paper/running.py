@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.common import ROOT, Result, machine_info, package_versions, publish, source_digest, write_file
+from benchmarks.common import ROOT, Result, origin, publish, write_file
 from benchmarks.paper.experiments import EXPERIMENTS, Experiment, load
 
 __all__ = ["is_done", "run_one", "run_several"]
@@ -32,7 +32,7 @@ def run_one(name: str, scale: str, folder: Path, options: Sequence[str] = ()) ->
     else:
         code = _on_recordings(experiment, scale, folder)
     if code == 0 and not options:
-        write_file(state, json.dumps(_origin(), indent=1) + "\n")
+        write_file(state, json.dumps(origin(), indent=1) + "\n")
     return code
 
 
@@ -73,7 +73,7 @@ def is_done(name: str, scale: str, folder: Path) -> bool:
         found = json.loads(_state_file(name, scale, folder).read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
         return False
-    return bool(found == _origin()) and (folder / f"{EXPERIMENTS[name].topic}-{scale}.json").exists()
+    return bool(found == origin()) and (folder / f"{EXPERIMENTS[name].topic}-{scale}.json").exists()
 
 
 def _on_recordings(experiment: Experiment, scale: str, folder: Path) -> int:
@@ -107,9 +107,3 @@ def _in_process(name: str, scale: str, folder: Path, log: Path) -> int:
 
 def _state_file(name: str, scale: str, folder: Path) -> Path:
     return folder / ".paper" / f"{name}-{scale}.json"
-
-
-def _origin() -> dict[str, object]:
-    origin = {"source": source_digest(), "machine": machine_info(), "versions": package_versions()}
-    found: dict[str, object] = json.loads(json.dumps(origin))
-    return found

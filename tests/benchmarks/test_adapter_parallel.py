@@ -39,7 +39,7 @@ STEP = Step.of(SMOKE.shape, num_ranks=2, num_jobs=4, batch_size=1, length=16, ad
 
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory):
-    """The program in a process of its own, on what machines with a GPU have."""
+    """The benchmark in a process of its own, on what machines with a GPU have."""
     folder = tmp_path_factory.mktemp("results")
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.paper", "adapter-parallel", "--out", str(folder)],

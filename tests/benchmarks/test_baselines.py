@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("trl", reason="the baselines need the bench extra: pip install -e '.[bench]'")
+pytest.importorskip("trl", reason="needs the peers: pip install -r benchmarks/peers.txt")
 
 import torch
 from datasets import Dataset

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("trl", reason="the baseline needs the extra 'bench'")
+pytest.importorskip("trl", reason="needs the peers: pip install -r benchmarks/peers.txt")
 
 import torch
 from datasets import Dataset
@@ -23,13 +23,13 @@ from alto.data import read_task_rows
 from alto.spec import BaseModelSpec, JobConfig
 from alto.spec.objectives import DpoSettings
 from benchmarks.baselines.pairs import PreparedPairs, prepare_pairs, tokenize_pairs
+from benchmarks.baselines.start import first_adapter
 from benchmarks.baselines.trl_pairs import train_on_pairs
 from benchmarks.common import ROOT
 from benchmarks.dpo import program as dpo
 from benchmarks.dpo.gate import TOLERANCE, gate_failures
 from benchmarks.dpo.judge import Worth
 from benchmarks.dpo.measured import Measured, Tuned
-from benchmarks.dpo.start import first_adapter
 from benchmarks.dpo.tell import best_accuracy, figures
 
 PAIRS = ROOT.parent / "shared" / "data" / "pref_mix" / "pairs.jsonl.gz"
@@ -80,6 +80,7 @@ def test_the_smallest_scale_passes_its_gate(smoke):
     theirs = [item.loss for item in measured.sequential["job-000"].evaluations]
     ours = [loss for _, loss in measured.recording.jobs[0].evaluations]
     assert ours == pytest.approx(theirs, rel=1e-4)
+    assert all(0 <= value <= 1 for value in measured.recording.jobs[0].metrics["reward_accuracy"])
     tuned = measured.batched[measured.first_seed]
     assert tuned.told_accuracy == pytest.approx(best_accuracy(measured.sequential[tuned.result.best_job]))
     assert [row["exit"] for row in result["rows"] if "saved" in row] == ["overfitting", "diverging", "underperforming"]

@@ -65,10 +65,7 @@ def workload():
 
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory):
-    """The program at its smallest scale, on what machines with a GPU have: exit code, result file, printed text.
-
-    A process of its own also shows that it gets along with transformers, which looks for a package named ``kernels``.
-    """
+    """The benchmark at its smallest scale, on what machines with a GPU have: exit code, result file, printed text."""
     folder = tmp_path_factory.mktemp("results")
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.paper", "kernels", "--out", str(folder), "--threads", "1"],

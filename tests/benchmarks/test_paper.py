@@ -17,6 +17,8 @@ import pytest
 
 pytest.importorskip("matplotlib", reason="the pictures need the bench extra: pip install -e '.[bench]'")
 
+from matplotlib.figure import Figure
+
 from alto.early_exit import Recording
 from benchmarks.paper import curves
 from benchmarks.paper.experiments import EXPERIMENTS, load
@@ -99,6 +101,40 @@ def test_ranks_agree_or_are_turned_round(recording: Recording) -> None:
         recording, [(1.0, 0.5), (2.0, 0.1), (3.0, 0.2), (4.0, 0.3), (5.0, 0.9), (6.0, 0.8), (7.0, 0.7), (8.0, 0.6)]
     )
     assert quarter_kept(half, 0.5) == (0.5, True)
+
+
+def test_the_spread_of_accuracies_is_that_of_the_recordings_that_have_them(recording: Recording) -> None:
+    without = curves.sensitivity({"sft": recording})
+    assert not any("accuracy" in name for name in without.figures)
+    assert without.notes[-1] == "No recording has accuracies."
+    accuracies = ((0.5, 0.9), (0.7, 0.6), (0.55, 0.5), (math.nan, 0.6))
+    whole = made(recording, [(1.0, 0.5)] * len(accuracies))
+    jobs = [
+        replace(job, start=recording.jobs[0].start, metrics={"reward_accuracy": values})
+        for job, values in zip(whole.jobs, accuracies, strict=True)
+    ]
+    found = curves.sensitivity({"sft": recording, "dpo": with_jobs(recording, jobs)})
+    assert found.rows[1]["accuracies"] == pytest.approx([90, 70, 60, 55])
+    assert {name: value for name, value in found.figures.items() if "improvement" not in name} == pytest.approx(
+        {
+            "recordings_with_accuracy": 1,
+            "best_accuracy": 90,
+            "median_accuracy": 65,
+            "worst_accuracy": 55,
+            "best_over_median_points": 25,
+            "best_over_worst_points": 35,
+        }
+    )
+
+
+@pytest.mark.parametrize("has_accuracies", [True, False])
+def test_accuracies_are_drawn_where_there_are_some(recording: Recording, has_accuracies: bool) -> None:
+    jobs = [replace(job, metrics={"reward_accuracy": (0.75,) * len(job.evaluations)}) for job in recording.jobs]
+    found = curves.sensitivity({"dpo": with_jobs(recording, jobs) if has_accuracies else recording})
+    axes = list(Figure().subplots(1, EXPERIMENTS["sensitivity"].panels))
+    curves.draw_sensitivity(found, axes)
+    assert axes[1].axison == has_accuracies
+    assert [text.get_text() for text in axes[1].texts] == ([] if has_accuracies else ["no recording has accuracies"])
 
 
 def test_batch_sizes_divide_a_sweep(recording: Recording) -> None:

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import pieces
-from benchmarks.pieces import GateFailedError, Origin, Piece, Study, assemble, merge, read_pieces, run_pieces
+from benchmarks.pieces import GateFailedError, Origin, Piece, Study, assemble, read_pieces, run_pieces, write_piece
+from tools import merge_results
+from tools.merge_results import merge
 
 pytestmark = pytest.mark.slow("benchmarks")
 
@@ -143,7 +144,7 @@ class TestSeveralCommands:
             run_pieces(STUDY, good("two", value) | good("one"), tmp_path / str(day))
             for piece in read_pieces(STUDY, tmp_path / str(day)):
                 piece.date = f"2026-01-0{day}T00:00:00+00:00"
-                pieces._write(STUDY, piece, tmp_path / str(day))
+                write_piece(STUDY, piece, tmp_path / str(day))
         result = merge(STUDY, [tmp_path / "2", tmp_path / "1"], tmp_path / "both")
         assert result.figures == {"x_one": 1.0, "x_two": 6.0}
         assert (result.date, result.gate) == ("2026-01-02T00:00:00+00:00", "passed")
@@ -157,8 +158,8 @@ class TestSeveralCommands:
     ):
         origin(commit="unknown", source=source)
         run_pieces(STUDY, good("two"), tmp_path / "a")
-        monkeypatch.setattr(pieces, "source_digest", lambda: "s")
-        monkeypatch.setattr(pieces, "commit_id", lambda: "c" * 40)
+        monkeypatch.setattr(merge_results, "source_digest", lambda: "s")
+        monkeypatch.setattr(merge_results, "commit_id", lambda: "c" * 40)
         assert merge(STUDY, [tmp_path / "a"], tmp_path / "b").commit == commit
         assert read_pieces(STUDY, tmp_path / "b")[0].origin.commit == commit
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("optuna", reason="needs the bench extra: pip install -e '.[bench]'")
+pytest.importorskip("optuna", reason="needs the peers: pip install -r benchmarks/peers.txt")
 
 from benchmarks import search
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("trl", reason="the oracle needs the extra 'bench'")
+pytest.importorskip("trl", reason="needs the peers: pip install -r benchmarks/peers.txt")
 
 from budgets import examples
 from hypothesis import given, settings

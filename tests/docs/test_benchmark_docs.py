@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import subprocess
+from datetime import datetime
 from pathlib import Path
 from types import ModuleType
 
@@ -13,6 +16,8 @@ pytest.importorskip("matplotlib", reason="the pictures need the bench extra: pip
 from benchmarks.paper.experiments import EXPERIMENTS
 
 ROOT = Path(__file__).resolve().parents[2]
+ROUND_BEGAN = datetime.fromisoformat("2026-11-22T06:00:00+00:00")
+"""When the work on the next version began: no published figure is older."""
 
 
 @pytest.fixture(name="generator")
@@ -54,3 +59,28 @@ def test_every_result_file_and_every_note_has_its_section(generator: ModuleType)
 def test_no_result_stands_in_two_pages_or_sections() -> None:
     files = [f"{found.topic}-{scale}" for found in EXPERIMENTS.values() for scale in found.scales if scale != "smoke"]
     assert len(files) == len(set(files))
+
+
+def test_no_figure_is_older_than_this_round(generator: ModuleType) -> None:
+    for file in generator.RESULTS_DIR.glob("*.json"):
+        result = json.loads(file.read_text(encoding="utf-8"))
+        assert datetime.fromisoformat(result["date"]) >= ROUND_BEGAN, f"{file.name}: measure it again"
+        commit = result["commit"]
+        assert len(commit) == 40, f"{file.name}: expected a commit, found {commit}; measure it again"
+        known = subprocess.run(["git", "cat-file", "-e", commit], cwd=ROOT, capture_output=True, check=False)
+        if known.returncode == 0:  # not so in a shallow clone
+            merged = subprocess.run(["git", "merge-base", "--is-ancestor", commit, "HEAD"], cwd=ROOT, check=False)
+            assert merged.returncode == 0, f"{file.name}: commit {commit} is not in this history"
+
+
+def test_figures_in_pages_written_by_hand_are_made_from_the_results(generator: ModuleType, tmp_path: Path) -> None:
+    """Each number between the marks changes with its result file."""
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    for file in generator.RESULTS_DIR.glob("*.json"):
+        (tmp_path / file.name).write_text(file.read_text(encoding="utf-8"), encoding="utf-8")
+    assert generator.with_blocks(page, tmp_path) == page
+    file = tmp_path / "generate-cpu.json"
+    result = json.loads(file.read_text(encoding="utf-8"))
+    result["figures"]["generation_speedup"] = 123.4
+    file.write_text(json.dumps(result), encoding="utf-8")
+    assert "123.4 times as fast as PEFT's" in generator.with_blocks(page, tmp_path)

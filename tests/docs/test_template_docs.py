@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("trl", reason="the page is written with the extra 'bench'")
+pytest.importorskip("trl", reason="needs the peers: pip install -r benchmarks/peers.txt")
 
 import trl
 

@@ -26,7 +26,7 @@ from alto.spec.job_config import JOB_FIELDS
 from alto.spec.method import find_method
 from alto.spec.task import TASK_FIELDS
 
-pytest.importorskip("trl", reason="the page is run with the extra 'bench'")
+pytest.importorskip("trl", reason="needs the peers: pip install -r benchmarks/peers.txt")
 
 import datasets
 import transformers

@@ -181,7 +181,8 @@ def test_a_recording_keeps_the_gains_and_replays_by_them(tmp_path) -> None:
     recording = Recording.from_journal(entries(journal(BY_ACCURACY, EVALUATIONS)))
     assert recording.jobs[1].scores == (0.8, LEAST)
     recording.write(tmp_path / "r.json.gz")
-    assert Recording.read(tmp_path / "r.json.gz") == recording
+    # An accuracy of it is NaN, which equals no NaN but has the same text.
+    assert repr(Recording.read(tmp_path / "r.json.gz")) == repr(recording)
     everything = replay(recording, Policy(), 0.1)
     assert (everything.winner, everything.best_kept, everything.best_of_all, everything.regret) == ("b", 0.6, 0.6, 1.0)
     halved = replay(recording, policy_from(EarlyExit(rungs=[(0.5, 0.5)])), 0.1)

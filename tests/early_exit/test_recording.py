@@ -3,6 +3,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -42,6 +43,18 @@ def test_what_is_written_is_read(recording, tmp_path, name) -> None:
     assert math.isnan(read.jobs[1].train_losses[1])
     assert read.jobs[1].evaluations == ((1, INF),)
     assert read.jobs[2].evaluations == ((2, -INF),)
+
+
+def test_metrics_are_written_and_read_and_may_be_absent(recording, tmp_path) -> None:
+    metrics = {"reward_accuracy": (0.5, 0.625), "kl": (NAN, 1 / 3)}
+    both = replace(recording, jobs=(replace(job("a"), metrics=metrics), job("b")))
+    both.write(tmp_path / "r.json")
+    with_metrics, without = Recording.read(tmp_path / "r.json").jobs
+    assert with_metrics.metrics["reward_accuracy"] == (0.5, 0.625)
+    assert math.isnan(with_metrics.metrics["kl"][0])
+    assert with_metrics.metrics["kl"][1] == 1 / 3
+    assert without.metrics == {}
+    assert "metrics" not in json.loads((tmp_path / "r.json").read_text())["jobs"][1], "as before they were recorded"
 
 
 def test_equal_content_gives_equal_bytes(recording, tmp_path) -> None:
@@ -95,6 +108,11 @@ def test_a_job_must_be_whole(case, fields, message) -> None:
         job(**fields)
 
 
+def test_a_metric_is_of_every_evaluation() -> None:
+    with pytest.raises(RunError, match=r"expected reward_accuracy of each of 2 evaluations, found 1 values"):
+        replace(job(), metrics={"reward_accuracy": (0.5,), "kl": (0.1, 0.2)})
+
+
 def test_a_job_may_end_early_by_a_loss_that_is_not_finite() -> None:
     assert job(train=[NAN], evaluations=[]).total_steps == 2
     assert job(train=[1.0], evaluations=[(1, INF)]).total_steps == 2
@@ -145,6 +163,15 @@ def test_a_journal_becomes_a_recording() -> None:
     assert math.isnan(recorded.train_losses[2])
     assert recorded.evaluations == ((2, 2.75), (3, INF))
     assert recorded.rows_per_step == 4
+
+
+def test_metrics_of_a_journal_are_those_that_all_evaluations_have() -> None:
+    events = journal()
+    assert Recording.from_journal(entries(events)).jobs[0].metrics == {}
+    events[3]["metrics"] = {"reward_accuracy": 0.75}
+    assert Recording.from_journal(entries(events)).jobs[0].metrics == {}
+    events[6]["metrics"] = {"kl": 0.5, "reward_accuracy": 0.5}
+    assert Recording.from_journal(entries(events)).jobs[0].metrics == {"reward_accuracy": (0.75, 0.5)}
 
 
 @pytest.mark.parametrize(

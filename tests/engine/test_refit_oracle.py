@@ -127,7 +127,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trl(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    pytest.importorskip("trl", reason="the oracle needs the bench extra: pip install -e '.[bench]'")
+    pytest.importorskip("trl", reason="needs the peers: pip install -r benchmarks/peers.txt")
     return make_dpo_trainer(tmp_path_factory.mktemp("trl"))
 
 

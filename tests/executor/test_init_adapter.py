@@ -145,7 +145,7 @@ DPO_JOBS: list[dict[str, object]] = [
 
 
 def test_the_reference_of_dpo_is_the_adapter_as_trl_has_it(tmp_path: Path) -> None:
-    pytest.importorskip("trl", reason="the oracle needs the bench extra: pip install -e '.[bench]'")
+    pytest.importorskip("trl", reason="needs the peers: pip install -r benchmarks/peers.txt")
     folder = save_with_peft(make_model("llama"), tmp_path / "saved", **KINDS["plain"])
     bank = Bank(make_model("llama"), task_from(folder, DPO_JOBS, method="dpo"), data=PAIRS, saved=folder)
     solos = [SoloDpo(make_model("llama"), job.config, folder, tmp_path / job.id) for job in bank.jobs]
@@ -166,7 +166,7 @@ def test_the_reference_of_dpo_is_the_adapter_as_trl_has_it(tmp_path: Path) -> No
 
 
 def test_the_base_as_reference_is_another_step(tmp_path: Path) -> None:
-    pytest.importorskip("trl", reason="the oracle needs the bench extra: pip install -e '.[bench]'")
+    pytest.importorskip("trl", reason="needs the peers: pip install -r benchmarks/peers.txt")
     folder = save_with_peft(make_model("llama"), tmp_path / "saved", **KINDS["plain"])
     bank = Bank(make_model("llama"), task_from(folder, DPO_JOBS[:1], method="dpo"), data=PAIRS, saved=folder)
     solo = SoloDpo(make_model("llama"), bank.jobs[0].config, folder, tmp_path / "trl")
@@ -204,7 +204,7 @@ def saved_for_kto(tmp_path: Path) -> Path:
 
 
 def test_the_divergence_of_kto_is_that_from_the_adapter_as_trl_has_it(saved_for_kto: Path, tmp_path: Path) -> None:
-    pytest.importorskip("trl", reason="the oracle needs the bench extra: pip install -e '.[bench]'")
+    pytest.importorskip("trl", reason="needs the peers: pip install -r benchmarks/peers.txt")
     task = task_from(saved_for_kto, KTO_JOBS, method="kto")
     bank = Bank(make_model("llama"), task, [2, 0, 3], data=LABELLED, saved=saved_for_kto)
     solos = [SoloLabelled(make_model("llama"), job.config, saved_for_kto, tmp_path / job.id) for job in bank.jobs]

@@ -34,7 +34,7 @@ from alto.lora import read_adapter
 from alto.runs import Journal, RunDir, read_events, read_history
 from alto.spec import Task
 
-pytest.importorskip("trl", reason="the oracle needs the bench extra: pip install -e '.[bench]'")
+pytest.importorskip("trl", reason="needs the peers: pip install -r benchmarks/peers.txt")
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 
 JOBS = [

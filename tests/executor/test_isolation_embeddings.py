@@ -108,7 +108,7 @@ def test_an_evaluation_equals_pefts() -> None:
 
 
 def test_preferences_whose_replies_share_a_prompt_equal_trl_alone(tmp_path: Path) -> None:
-    pytest.importorskip("trl", reason="the oracle needs the bench extra: pip install -e '.[bench]'")
+    pytest.importorskip("trl", reason="needs the peers: pip install -r benchmarks/peers.txt")
     trl = make_cpo_trainer(tmp_path)
     forms = [{"loss_type": "simpo", "beta": 2.0, "cpo_alpha": 0.5}, {"loss_type": "sigmoid", "beta": 0.1}]
     configs = [{**EMBEDDINGS[0], **forms[0]}, {**EMBEDDINGS[2], **forms[1]}, {**EMBEDDINGS[1], **forms[1]}]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("trl", reason="the oracle needs the bench extra: pip install -e '.[bench]'")
+pytest.importorskip("trl", reason="needs the peers: pip install -r benchmarks/peers.txt")
 
 import torch
 from oracle import StepFacts

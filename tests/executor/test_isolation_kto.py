@@ -21,7 +21,7 @@ from tiny import read_journal, run_task
 from alto.runs import RunDir
 from alto.spec import Task
 
-pytest.importorskip("trl", reason="the oracle needs the bench extra: pip install -e '.[bench]'")
+pytest.importorskip("trl", reason="needs the peers: pip install -r benchmarks/peers.txt")
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 
 JOBS: list[dict[str, object]] = [

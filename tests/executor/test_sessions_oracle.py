@@ -21,7 +21,7 @@ from alto.executor import JobState
 from alto.lora import AdapterWeights, OptimizerState
 from alto.spec import Task
 
-pytest.importorskip("trl", reason="the oracle needs the bench extra: pip install -e '.[bench]'")
+pytest.importorskip("trl", reason="needs the peers: pip install -r benchmarks/peers.txt")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 NUM_TURNS = 12

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("trl", reason="needs the extra 'bench'")
+pytest.importorskip("trl", reason="needs the peers: pip install -r benchmarks/peers.txt")
 
 import torch
 from datasets import Dataset

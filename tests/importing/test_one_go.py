@@ -272,7 +272,7 @@ PARSED = (
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 def test_trls_own_parser_reads_the_same(name: str, folder: Path) -> None:
     """Its defaults included."""
-    pytest.importorskip("trl", reason="needs the extra 'bench'")
+    pytest.importorskip("trl", reason="needs the peers: pip install -r benchmarks/peers.txt")
     from importlib import import_module
 
     parser = import_module(f"trl.scripts.{SAID[name].method}").make_parser()

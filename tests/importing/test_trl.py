@@ -186,7 +186,7 @@ EVERYWHERE = {"dataset_format", "eval_strategy", "lora_target_modules", "output_
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
 def test_trainers_written_as_json(folder: Path, name: str, reported: set[str]) -> None:
     """Every field is written, most of them at their defaults: those are not reported."""
-    trl = pytest.importorskip("trl", reason="needs the extra 'bench'")
+    trl = pytest.importorskip("trl", reason="needs the peers: pip install -r benchmarks/peers.txt")
     import transformers
 
     kind = getattr(trl, name, None) or getattr(transformers, name)
@@ -285,7 +285,7 @@ def test_orpo_has_the_learning_rate_of_trl(folder: Path) -> None:
 @pytest.mark.parametrize("assistant", [False, True])
 def test_trained_tokens_of_messages_are_those_of_trl(folder: Path, assistant: bool, completion: bool | None) -> None:
     """The labels of TRL's own ``SFTTrainer`` decide; where it trains all by default, a line says what ALTO does."""
-    pytest.importorskip("trl", reason="needs the extra 'bench'")
+    pytest.importorskip("trl", reason="needs the peers: pip install -r benchmarks/peers.txt")
     turns = ["What is 1 + 1?", "2", "And 2 + 2?", "4"]
     row = {"messages": [{"role": ("user", "assistant")[n % 2], "content": turn} for n, turn in enumerate(turns)]}
     tokenizer = load_tokenizer()

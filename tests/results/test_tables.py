@@ -342,7 +342,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> TaskResult:
 
 
 def test_the_best_configuration_is_that_of_the_best_job_and_trains_an_adapter_elsewhere(tuned: TaskResult) -> None:
-    pytest.importorskip("trl", reason="the trainer's arguments are TRL's")
+    pytest.importorskip("trl", reason="needs the peers: pip install -r benchmarks/peers.txt")
     lora, training, _ = tuned.best_config
     assert tuned.best_job == "job-001"
     assert training.learning_rate == 1e-2

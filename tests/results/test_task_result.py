@@ -104,7 +104,7 @@ def test_training_losses_end_where_jobs_end(result: alto.TaskResult) -> None:
 
 
 def test_the_best_configuration_is_what_peft_and_trl_take(result: alto.TaskResult) -> None:
-    pytest.importorskip("trl", reason="the trainer's arguments are TRL's")
+    pytest.importorskip("trl", reason="needs the peers: pip install -r benchmarks/peers.txt")
     lora, training, not_carried = result.best_config
     best = next(job for job in result.job_results if job.job == result.best_job)
     assert isinstance(lora, peft.LoraConfig)
@@ -118,7 +118,7 @@ def test_the_best_configuration_is_what_peft_and_trl_take(result: alto.TaskResul
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 def test_peft_trains_what_the_best_configuration_describes(result: alto.TaskResult) -> None:
-    pytest.importorskip("trl", reason="the trainer's arguments are TRL's")
+    pytest.importorskip("trl", reason="needs the peers: pip install -r benchmarks/peers.txt")
     from alto.backbone import load_network
     from alto.spec import BaseModelSpec
 
@@ -129,7 +129,7 @@ def test_peft_trains_what_the_best_configuration_describes(result: alto.TaskResu
 
 
 def test_settings_without_a_place_in_trl_are_named(tmp_path: Path) -> None:
-    pytest.importorskip("trl", reason="the trainer's arguments are TRL's")
+    pytest.importorskip("trl", reason="needs the peers: pip install -r benchmarks/peers.txt")
     task = make_task(tmp_path, search_space={}, learning_rate=1e-3, loraplus_lr_ratio=4.0, warmup_ratio=0.25)
     result = alto.Engine(output_dir=tmp_path / "runs").tune(task)
     _, training, not_carried = result.best_config
@@ -319,7 +319,7 @@ def test_the_trainer_trains_the_tokens_of_messages_that_the_job_trained(
     changes: dict[str, object], expected: tuple[bool, bool | None], left: dict[str, object], tmp_path: Path
 ) -> None:
     """TRL trains every token of ``messages`` unless it is told otherwise."""
-    pytest.importorskip("trl", reason="the trainer's arguments are TRL's")
+    pytest.importorskip("trl", reason="needs the peers: pip install -r benchmarks/peers.txt")
     _, training, not_carried = tuned(tmp_path, CHATS, max_length=77, **changes).best_config
     assert (training.assistant_only_loss, training.completion_only_loss) == expected
     assert training.max_length == 77
@@ -350,19 +350,19 @@ def test_a_form_of_rows_that_trl_reads_otherwise_is_named(
     rows: list[dict[str, object]], keys: dict[str, object], left: dict[str, object], tmp_path: Path
 ) -> None:
     """TRL joins a prompt and a completion that are texts, and ALTO writes them with the chat template."""
-    pytest.importorskip("trl", reason="the trainer's arguments are TRL's")
+    pytest.importorskip("trl", reason="needs the peers: pip install -r benchmarks/peers.txt")
     assert tuned(tmp_path, rows, **keys).best_config.not_carried == left
 
 
 def test_the_trainer_writes_rows_with_the_chat_template_of_the_task(tmp_path: Path) -> None:
-    pytest.importorskip("trl", reason="the trainer's arguments are TRL's")
+    pytest.importorskip("trl", reason="needs the peers: pip install -r benchmarks/peers.txt")
     _, training, not_carried = tuned(tmp_path, CHATS, chat_template=TEMPLATE, train_on="all").best_config
     assert Path(training.chat_template_path).read_text(encoding="utf-8") == TEMPLATE
     assert not_carried == {}
 
 
 def test_the_precision_of_the_base_is_named_where_it_is_not_the_one_that_trl_loads(tmp_path: Path) -> None:
-    pytest.importorskip("trl", reason="the trainer's arguments are TRL's")
+    pytest.importorskip("trl", reason="needs the peers: pip install -r benchmarks/peers.txt")
     assert tuned(tmp_path, CHATS, dtype="bfloat16").best_config.not_carried == {"dtype": "bfloat16"}
 
 
@@ -370,7 +370,7 @@ def test_preferences_are_trained_with_the_dropout_and_the_smoothing_of_the_job_o
     tmp_path: Path,
 ) -> None:
     """TRL switches dropout off unless it is told otherwise, and smooths no labels with ``loss_type: sigmoid``."""
-    pytest.importorskip("trl", reason="the trainer's arguments are TRL's")
+    pytest.importorskip("trl", reason="needs the peers: pip install -r benchmarks/peers.txt")
     pairs = [
         {"prompt": chat["messages"][:1], "chosen": chat["messages"][1:], "rejected": [said("assistant", " 0")]}
         for chat in CHATS
@@ -444,7 +444,7 @@ def test_tables_hold_what_the_journal_holds(result: alto.TaskResult) -> None:
 
 
 def test_the_configuration_of_preferences_is_what_dpo_of_trl_takes(tmp_path: Path) -> None:
-    pytest.importorskip("trl", reason="the trainer's arguments are TRL's")
+    pytest.importorskip("trl", reason="needs the peers: pip install -r benchmarks/peers.txt")
     pairs = [{"prompt": f"{a} + 1 =", "chosen": f" {a + 1}", "rejected": " 0"} for a in range(1, 21)]
     keys = {"model": "alto-tiny", "method": "dpo", "dataset": pairs, "max_steps": 2, "metric": "reward_accuracy"}
     engine = alto.Engine(output_dir=tmp_path / "runs")

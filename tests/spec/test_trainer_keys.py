@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("trl", reason="needs the extra 'bench'")
+pytest.importorskip("trl", reason="needs the peers: pip install -r benchmarks/peers.txt")
 
 from peft import LoraConfig
 from transformers import TrainingArguments

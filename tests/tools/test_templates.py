@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("trl", reason="the oracle needs the extra 'bench'")
+pytest.importorskip("trl", reason="needs the peers: pip install -r benchmarks/peers.txt")
 
 from alto.data.conversation import Message
 from tools.templates import __main__ as templates

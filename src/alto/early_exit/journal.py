@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from alto.errors import RunError
@@ -35,6 +35,7 @@ class Curves:
         validation: Validation loss by step.
         scores: Score by step.
         score_rows: Value of the metric on every validation row, by step.
+        metrics: What the method measures beside the loss, by name, by step.
         loss_rows: Loss of every validation row, by step; at step 0 of what the job begins with.
         tests: Loss on the test rows, by step; at step 0 of what the job begins with.
     """
@@ -44,6 +45,7 @@ class Curves:
     validation: dict[int, float] = field(default_factory=dict)
     scores: dict[int, float] = field(default_factory=dict)
     score_rows: dict[int, tuple[float, ...]] = field(default_factory=dict)
+    metrics: dict[int, Mapping[str, float]] = field(default_factory=dict)
     loss_rows: dict[int, tuple[float, ...]] = field(default_factory=dict)
     tests: dict[int, SplitLoss] = field(default_factory=dict)
 
@@ -99,6 +101,7 @@ def curves_of(entries: Sequence[JournalEntry]) -> dict[str, Curves]:
                 curves[job].validation[step] = event.validation_loss
                 curves[job].scores[step] = score_of(started.metric, event.metrics)
                 curves[job].score_rows[step] = event.metric_rows
+                curves[job].metrics[step] = event.metrics
                 curves[job]._add_rows(step, event)
     return curves
 

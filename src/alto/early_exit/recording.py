@@ -39,6 +39,8 @@ class RecordedJob:
         evaluations: ``(step, validation_loss)``, steps rising.
         scores: Score of each evaluation by the task's metric; empty where it selects by the loss.
         score_rows: The same on every validation row; empty where it is not known.
+        metrics: By name, what the method measures beside the loss, a value for each evaluation; empty where there is
+            no such metric or it was not recorded.
         start: Evaluation before its first step; None where it was not recorded.
         loss_rows: Loss of every validation row, in thousandths of its unit, by step: before the first step, at rungs
             and after the last. Empty where it was not recorded.
@@ -48,7 +50,7 @@ class RecordedJob:
 
     Raises:
         RunError: The job was not trained to its end (only a non-finite loss may end it before its last step), or some
-            of its evaluations have no score.
+            of its evaluations have no score or lack a metric that others have.
     """
 
     job: str
@@ -59,6 +61,7 @@ class RecordedJob:
     evaluations: tuple[tuple[int, float], ...]
     scores: tuple[float, ...] = ()
     score_rows: tuple[tuple[float, ...], ...] = ()
+    metrics: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     start: StartValue | None = None
     loss_rows: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
     tests: Mapping[int, SplitLoss] = field(default_factory=dict)
@@ -75,6 +78,11 @@ class RecordedJob:
             raise RunError(
                 f"Recording, job {self.job}: expected a score for each of {len(steps)} evaluations or none at all,"
                 f" found {len(self.scores)}. Record the run again."
+            )
+        if short := [name for name, values in self.metrics.items() if len(values) != len(steps)]:
+            raise RunError(
+                f"Recording, job {self.job}: expected {', '.join(short)} of each of {len(steps)} evaluations, found"
+                f" {', '.join(str(len(self.metrics[name])) for name in short)} values. Record the run again."
             )
         reached_end = len(self.train_losses) == self.total_steps and bool(steps) and steps[-1] == self.total_steps
         losses = (*self.train_losses, *(loss for _, loss in self.evaluations))
@@ -139,7 +147,8 @@ class Recording:
         return recording
 
     def write(self, path: str | Path) -> None:
-        """Write to ``path`` (``.json.gz`` or ``.json``); losses keep six significant digits, equal content equal bytes.
+        """Write to ``path`` (``.json.gz`` or ``.json``); losses keep six significant digits, scores and metrics all
+        of theirs; equal content gives equal bytes.
 
         NaN and infinities are written as the strings ``nan``, ``inf`` and ``-inf``, which strict JSON can carry.
         """
@@ -158,6 +167,7 @@ class Recording:
                     "evaluations": [[step, _to_json(loss)] for step, loss in job.evaluations],
                     **({"gains": list(job.scores)} if job.scores else {}),
                     **({"gain_rows": [list(rows) for rows in job.score_rows]} if job.score_rows else {}),
+                    **({"metrics": _metrics_to_json(job.metrics)} if job.metrics else {}),
                     **({} if job.start is None else {"start": _start_to_json(job.start)}),
                     **({"loss_rows": _rows_to_json(job.loss_rows)} if job.loss_rows else {}),
                     **({"tests": _tests_to_json(job.tests)} if job.tests else {}),
@@ -216,11 +226,19 @@ def _job_from_curves(planned: JobDescription, curves: Curves) -> RecordedJob:
         score_rows=tuple(curves.score_rows[step] for step in sorted(curves.score_rows))
         if any(curves.score_rows.values())
         else (),
+        metrics=_metrics_by_name(curves.metrics),
         start=curves.start,
         loss_rows=dict(sorted(curves.loss_rows.items())),
         tests=dict(sorted(curves.tests.items())),
         configuration=planned.configuration,
     )
+
+
+def _metrics_by_name(metrics: Mapping[int, Mapping[str, float]]) -> dict[str, tuple[float, ...]]:
+    """From the metrics of each step to the values of each metric that all steps have, in the order of the steps."""
+    by_step = [metrics[step] for step in sorted(metrics)]
+    names = [name for name in by_step[0] if all(name in of_step for of_step in by_step)] if by_step else []
+    return {name: tuple(of_step[name] for of_step in by_step) for name in names}
 
 
 def _check_budget(planned: JobDescription, num_samples: int) -> None:
@@ -243,6 +261,7 @@ def _job_from(fields: Mapping[str, Any]) -> RecordedJob:
         evaluations=tuple((step, loss_of(loss)) for step, loss in fields["evaluations"]),
         scores=tuple(fields.get("gains", ())),
         score_rows=tuple(map(tuple, fields.get("gain_rows", ()))),
+        metrics={name: tuple(map(loss_of, values)) for name, values in fields.get("metrics", {}).items()},
         start=_start_from(fields.get("start")),
         loss_rows={int(step): _rows_from(rows) for step, rows in fields.get("loss_rows", {}).items()},
         tests={int(step): _test_from(value) for step, value in fields.get("tests", {}).items()},
@@ -255,6 +274,12 @@ def _start_from(value: Sequence[Any] | None) -> StartValue | None:
         return None
     loss, score, *rows = value
     return StartValue(validation_loss=loss_of(loss), score=float(score), score_rows=tuple(map(float, rows)))
+
+
+def _metrics_to_json(metrics: Mapping[str, Sequence[float]]) -> dict[str, list[float | str]]:
+    return {
+        name: [value if math.isfinite(value) else str(value) for value in values] for name, values in metrics.items()
+    }
 
 
 def _start_to_json(start: StartValue) -> list[Any]:

@@ -1,0 +1,1 @@
+"""The main job, a sweep of LoRA configurations on one base model, done in all the ways that people do it."""

@@ -1,0 +1,160 @@
+"""What is swept: the paper's grid, on three datasets."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from alto import Task
+from alto.data.split import carve_rows
+from benchmarks.common import DATA_DIR, GSM8K
+
+__all__ = [
+    "DATASETS",
+    "DATA_SEED",
+    "EVAL_STEPS",
+    "LEARNING_RATE_FACTOR",
+    "PAPER_LEARNING_RATES",
+    "SIZES",
+    "Size",
+    "make_task",
+    "read_rows",
+    "splits_of",
+]
+
+PAPER_LEARNING_RATES = (5e-5, 1e-4, 2e-4, 3e-4, 5e-4)
+LEARNING_RATE_FACTOR = 10
+"""A base of a million parameters is tuned with larger steps than one of billions."""
+
+EVAL_STEPS = 0.1
+"""Share of a job's steps between two evaluations; the default policy's rungs come on top."""
+
+DATA_SEED = 42
+
+DATASETS: Mapping[str, Path] = {
+    "gsm8k": GSM8K,
+    "cot_flan": DATA_DIR / "cot_flan" / "train.jsonl.gz",
+    "instruct_gpteacher": DATA_DIR / "instruct_gpteacher" / "train.jsonl.gz",
+}
+"""Word problems, explained answers of six kinds, instructions."""
+
+_KEYS = (("question", "answer"), ("prompt", "response"), ("prompt", "completion"), ("instruction", "output"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """How much of the sweep one scale runs.
+
+    Attributes:
+        model: Base model where none is named.
+        datasets: Names in ``DATASETS``.
+        train, validation, test: Rows to train on, to choose by, and to judge the chosen on.
+        learning_rate_factor: By which the paper's learning rates are multiplied.
+        dtype: Of the base model; adapters and their optimizers are as each system has them.
+        concurrent_trials: How many trials Ray Tune runs at a time: one a core, or as many as fit into a GPU.
+        at_once: Resident jobs of ``loop`` and ``lorafusion``.
+        batched_baselines: Of ``loop`` and ``lorafusion`` those that can be timed on such a machine.
+    """
+
+    model: str = "alto-tiny"
+    datasets: tuple[str, ...] = tuple(DATASETS)
+    train: int
+    validation: int
+    test: int
+    epochs: int
+    max_length: int
+    learning_rates: tuple[float, ...] = PAPER_LEARNING_RATES
+    learning_rate_factor: float = LEARNING_RATE_FACTOR
+    ranks: tuple[int, ...] = (16, 32, 64)
+    batch_sizes: tuple[int, ...] = (1, 2, 4, 8)
+    dtype: str = "float32"
+    concurrent_trials: int = 2
+    at_once: int = 16
+    batched_baselines: tuple[str, ...] = ("loop",)
+
+
+SIZES: Mapping[str, Size] = {
+    "smoke": Size(
+        datasets=("gsm8k",),
+        train=18,
+        validation=4,
+        test=6,
+        epochs=1,
+        max_length=256,
+        learning_rates=(2e-4,),
+        ranks=(16,),
+        batch_sizes=(2, 8),
+        concurrent_trials=1,
+        at_once=2,
+    ),
+    "cpu": Size(train=40, validation=12, test=128, epochs=2, max_length=384),
+    "gpu": Size(
+        model="Qwen/Qwen3-8B",
+        train=1024,
+        validation=128,
+        test=512,
+        epochs=3,
+        max_length=1024,
+        learning_rate_factor=1,
+        dtype="bfloat16",
+        concurrent_trials=1,
+        at_once=32,
+        batched_baselines=("loop", "lorafusion"),
+    ),
+}
+
+
+def splits_of(size: Size, dataset: Path, seed: int = DATA_SEED) -> list[list[dict[str, str]]]:
+    """Training, validation and test rows."""
+    return [list(rows) for rows in carve_rows(read_rows(dataset), (size.train, size.validation, size.test), seed)]
+
+
+def make_task(size: Size, model: str, splits: Sequence[Sequence[Mapping[str, str]]], folder: Path, **more: Any) -> Task:
+    """The sweep as a task whose rows lie in files in ``folder``, so that every system reads the same.
+
+    Args:
+        more: Other settings of the task, in place of what is set here; None takes one away.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, rows in zip(("train", "validation", "test"), splits, strict=True):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    settings = {
+        "name": folder.name,
+        "model": model,
+        "dataset": str(folder / "train.jsonl"),
+        "validation_dataset": str(folder / "validation.jsonl"),
+        "max_length": size.max_length,
+        "num_train_epochs": size.epochs,
+        "eval_steps": EVAL_STEPS,
+        "lora_alpha": "2*r",
+        "dtype": size.dtype,
+        "search_space": {
+            "learning_rate": [size.learning_rate_factor * rate for rate in size.learning_rates],
+            "r": list(size.ranks),
+            "per_device_train_batch_size": list(size.batch_sizes),
+        },
+    }
+    return Task(**{key: value for key, value in (settings | more).items() if value is not None})
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """Rows of a JSONL file, gzipped or not, as questions and answers.
+
+    Raises:
+        ValueError: A row has none of the pairs of keys that are known.
+    """
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "rt", encoding="utf-8") as lines:
+        return [_question_and_answer(json.loads(line), path) for line in lines if line.strip()]
+
+
+def _question_and_answer(row: Mapping[str, Any], path: Path) -> dict[str, str]:
+    for question, answer in _KEYS:
+        if isinstance(row.get(question), str) and isinstance(row.get(answer), str):
+            return {"question": row[question], "answer": row[answer]}
+    known = ", ".join("/".join(keys) for keys in _KEYS)
+    raise ValueError(f"{path}: expected rows with one of {known}, found {', '.join(row)}; rename the columns")

@@ -1,0 +1,96 @@
+"""Paragraphs of hand-written pages that state measured figures: made from the result files, between two marks."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from pathlib import Path
+from typing import Any
+
+__all__ = ["BLOCKS", "with_blocks"]
+
+_SYSTEMS = {
+    "sequential": "TRL and PEFT, one job at a time",
+    "loop": "many jobs together as mLoRA does",
+    "lorafusion": "many jobs together with LoRAFusion's kernels",
+    "ray_asha": "Ray Tune with ASHA, around PEFT",
+    "optuna_hyperband": "Optuna with Hyperband, around PEFT",
+    "optuna_median": "Optuna with its median pruner, around PEFT",
+    "batched": "ALTO, every job to its end",
+    "early_exit": "**ALTO**",
+}
+_POLICIES = ("default", "cautious", "greedy", "paper")
+
+
+def with_blocks(page: str, results: Path) -> str:
+    """``page`` with what stands between ``<!-- measured: NAME -->`` and ``<!-- end -->`` made anew.
+
+    Raises:
+        KeyError: A name is not in ``BLOCKS``.
+    """
+
+    def block(found: re.Match[str]) -> str:
+        text = BLOCKS[found[1]](results)
+        return f"<!-- measured: {found[1]} -->\n{text}\n<!-- end -->"
+
+    return re.sub(r"<!-- measured: (\S+) -->\n.*?<!-- end -->", block, page, flags=re.DOTALL)
+
+
+def _end_to_end(results: Path) -> str:
+    rows = _read(results, "end_to_end")["rows"]
+    datasets = list(dict.fromkeys(row["dataset"] for row in rows))
+    found = {(row["system"], row["dataset"]): row for row in rows}
+    lines = [
+        f"| | {' | '.join(datasets)} | times as long as ALTO | its test loss over ALTO's |",
+        "|---" * (len(datasets) + 3) + "|",
+    ]
+    for system, name in _SYSTEMS.items():
+        own = [found[system, dataset] for dataset in datasets if (system, dataset) in found]
+        if not own:
+            continue
+        ours = [found["early_exit", dataset] for dataset in datasets]
+        seconds = [f"{row['duration_s']:.0f} s" for row in own]
+        times = statistics.median(row["duration_s"] / our["duration_s"] for row, our in zip(own, ours, strict=True))
+        pairs = [(row["test_loss"], our["test_loss"]) for row, our in zip(own, ours, strict=True)]
+        losses = [theirs / mine for theirs, mine in pairs if theirs is not None]
+        loss = f"{statistics.median(losses):.3f}" if losses else "–"
+        lines.append(f"| {name} | {' | '.join(seconds)} | {times:.1f} | {loss} |")
+    return "\n".join(lines)
+
+
+def _others(results: Path) -> str:
+    dpo, shared, generate = (_read(results, name)["figures"] for name in ("dpo", "shared_prompts", "generate"))
+    return (
+        "40 configurations of DPO take TRL's `DPOTrainer`, one job at a time, "
+        f"{dpo['batched_over_sequential']:.1f} times as long as ALTO that trains every job to its end, and "
+        f"{dpo['early_exit_over_sequential']:.1f} times as long as ALTO with early exit. Sharing prompts makes a step "
+        f"of DPO {shared['shared_over_whole']:.1f} times as fast. Answers of eight adapters at once come "
+        f"{generate['generation_speedup']:.1f} times as fast as PEFT's, one adapter at a time."
+    )
+
+
+def _policies(results: Path) -> str:
+    rows = _read(results, "policies")["rows"]
+    lines = [
+        "| policy | samples not trained, mean (least) | validation loss over that of all jobs, mean (worst) |",
+        "|---|---|---|",
+    ]
+    for policy in _POLICIES:
+        own = [row for row in rows if row["policy"] == policy]
+        saved = [row["saved"] for row in own]
+        regrets = [row["regret"] for row in own if row["regret"] is not None]
+        lines.append(
+            f"| `{policy}` | {statistics.fmean(saved):.0%} ({min(saved):.0%}) | {statistics.fmean(regrets):.3f} "
+            f"({max(regrets):.3f}) |"
+        )
+    return "\n".join(lines)
+
+
+BLOCKS = {"end-to-end": _end_to_end, "others": _others, "policies": _policies}
+"""By the name in the mark: what writes the paragraph from the folder of the result files."""
+
+
+def _read(results: Path, topic: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((results / f"{topic}-cpu.json").read_text(encoding="utf-8"))
+    return found
