@@ -30,7 +30,7 @@ from alto.runs import read_events
 from benchmarks.baselines.bare_peft import evaluate
 from benchmarks.baselines.job import Evaluation, JobSettings, prepare
 from benchmarks.baselines.optuna_peft import optuna_search
-from benchmarks.common import GSM8K, Result, option_parser, publish
+from benchmarks.common import GSM8K, option_parser, publish_figures
 
 GOALS = {"tpe_over_optuna_time_to_loss": (">=", 4.0)}
 SPACE: Mapping[str, Any] = {
@@ -78,15 +78,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with tempfile.TemporaryDirectory() as folder:
             rows += searches(size, seed, options.model, options.dataset, Path(folder))
     failures = gate(rows, size)
-    result = Result.of(
-        benchmark="search",
-        scale=options.scale,
+    return publish_figures(
+        options,
+        "search",
         gate_failures=failures,
-        figures={} if failures else figures(rows, size),
-        goals=GOALS if options.scale == "cpu" else {},
+        figures=lambda: figures(rows, size),
+        goals=GOALS,
         rows=rows,
     )
-    return publish(result, options.out)
 
 
 def searches(size: Size, seed: int, model: str, data: Path, folder: Path) -> list[dict[str, Any]]:

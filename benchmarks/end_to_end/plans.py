@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any
 from alto import Task
 from alto.data.split import carve_rows
 from benchmarks.common import DATA_DIR, GSM8K
+from benchmarks.rows import read_rows, write_rows
 
 __all__ = [
     "DATASETS",
@@ -22,7 +21,7 @@ __all__ = [
     "SIZES",
     "Size",
     "make_task",
-    "read_rows",
+    "questions_of",
     "splits_of",
 ]
 
@@ -110,7 +109,7 @@ SIZES: Mapping[str, Size] = {
 
 def splits_of(size: Size, dataset: Path, seed: int = DATA_SEED) -> list[list[dict[str, str]]]:
     """Training, validation and test rows."""
-    return [list(rows) for rows in carve_rows(read_rows(dataset), (size.train, size.validation, size.test), seed)]
+    return [list(rows) for rows in carve_rows(questions_of(dataset), (size.train, size.validation, size.test), seed)]
 
 
 def make_task(size: Size, model: str, splits: Sequence[Sequence[Mapping[str, str]]], folder: Path, **more: Any) -> Task:
@@ -120,13 +119,15 @@ def make_task(size: Size, model: str, splits: Sequence[Sequence[Mapping[str, str
         more: Other settings of the task, in place of what is set here; None takes one away.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for name, rows in zip(("train", "validation", "test"), splits, strict=True):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    files = {
+        name: write_rows(folder / f"{name}.jsonl", rows)
+        for name, rows in zip(("train", "validation", "test"), splits, strict=True)
+    }
     settings = {
         "name": folder.name,
         "model": model,
-        "dataset": str(folder / "train.jsonl"),
-        "validation_dataset": str(folder / "validation.jsonl"),
+        "dataset": files["train"],
+        "validation_dataset": files["validation"],
         "max_length": size.max_length,
         "num_train_epochs": size.epochs,
         "eval_steps": EVAL_STEPS,
@@ -141,15 +142,13 @@ def make_task(size: Size, model: str, splits: Sequence[Sequence[Mapping[str, str
     return Task(**{key: value for key, value in (settings | more).items() if value is not None})
 
 
-def read_rows(path: Path) -> list[dict[str, str]]:
-    """Rows of a JSONL file, gzipped or not, as questions and answers.
+def questions_of(path: Path) -> list[dict[str, str]]:
+    """Rows of a file of JSON lines as questions and answers.
 
     Raises:
         ValueError: A row has none of the pairs of keys that are known.
     """
-    opened = gzip.open if path.suffix == ".gz" else open
-    with opened(path, "rt", encoding="utf-8") as lines:
-        return [_question_and_answer(json.loads(line), path) for line in lines if line.strip()]
+    return [_question_and_answer(row, path) for row in read_rows(path)]
 
 
 def _question_and_answer(row: Mapping[str, Any], path: Path) -> dict[str, str]:

@@ -24,7 +24,7 @@ import torch
 from alto.backbone import resolve_model
 from benchmarks.baselines.best import BestAdapter
 from benchmarks.baselines.job import prepare
-from benchmarks.common import Result, keep_rows, kept_rows, option_parser, publish
+from benchmarks.common import keep_rows, kept_rows, option_parser, publish_figures
 from benchmarks.end_to_end.gate import adapter_loss, baseline_failures, outcome_failures
 from benchmarks.end_to_end.plans import DATASETS, SIZES, Size, make_task, splits_of
 from benchmarks.end_to_end.systems import Outcome, Sweep, best_loss
@@ -65,16 +65,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if not wrong:
                 keep_rows(options.out, piece, found)
         rows += found
-    result = Result.of(
-        benchmark="end_to_end",
-        scale=options.scale,
+    return publish_figures(
+        options,
+        "end_to_end",
         gate_failures=failures,
-        figures={} if failures else figures(rows),
-        goals=GOALS if options.scale == "cpu" else {},
+        figures=lambda: figures(rows),
+        goals=GOALS,
         rows=rows,
         notes=notes(size, list(datasets), model),
     )
-    return publish(result, options.out)
 
 
 def measure(

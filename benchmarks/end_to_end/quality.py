@@ -23,7 +23,7 @@ from transformers import AutoConfig
 from alto import Engine
 from alto.backbone import resolve_model
 from benchmarks.baselines.job import prepare
-from benchmarks.common import Result, keep_rows, kept_rows, option_parser, publish
+from benchmarks.common import keep_rows, kept_rows, option_parser, publish_figures
 from benchmarks.end_to_end.gate import adapter_loss, tolerance_of
 from benchmarks.end_to_end.plans import DATASETS, SIZES, Size, make_task, splits_of
 
@@ -59,12 +59,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if not wrong:
                     keep_rows(options.out, piece, found)
             rows += found
-    result = Result.of(
-        benchmark="quality",
-        scale=options.scale,
+    return publish_figures(
+        options,
+        "quality",
         gate_failures=failures,
-        figures=figures(rows),
-        goals=GOALS if options.scale == "cpu" else {},
+        figures=lambda: figures(rows),
+        goals=GOALS,
         rows=rows,
         notes=[
             f"{model}; {', '.join(datasets)}: {size.train} rows to train on, {size.validation} to choose by, "
@@ -74,7 +74,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "the batch size open but says that small ones are better: 4.",
         ],
     )
-    return publish(result, options.out)
 
 
 def recommended(model: str, factor: float) -> dict[str, dict[str, Any]]:

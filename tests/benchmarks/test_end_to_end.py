@@ -17,7 +17,7 @@ pytest.importorskip("ray", reason="needs the peers: pip install -r benchmarks/pe
 from alto.early_exit import Recording
 from benchmarks.common import GSM8K
 from benchmarks.end_to_end import gate, program, quality, systems
-from benchmarks.end_to_end.plans import SIZES, read_rows
+from benchmarks.end_to_end.plans import SIZES, questions_of
 from benchmarks.end_to_end.systems import Outcome, Sweep
 
 pytestmark = [
@@ -137,10 +137,10 @@ def test_recommended_settings_are_trained_and_judged(tmp_path: Path, monkeypatch
 def test_rows_of_several_forms_are_questions_and_answers(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text('{"instruction": "a", "output": "b", "input": ""}\n\n{"prompt": "c", "completion": "d"}\n')
-    assert read_rows(file) == [{"question": "a", "answer": "b"}, {"question": "c", "answer": "d"}]
+    assert questions_of(file) == [{"question": "a", "answer": "b"}, {"question": "c", "answer": "d"}]
     file.write_text('{"text": "a"}\n')
     with pytest.raises(ValueError, match=r"expected rows with one of question/answer.*found text"):
-        read_rows(file)
+        questions_of(file)
 
 
 def test_a_diverged_job_has_no_best_loss() -> None:
