@@ -4,7 +4,8 @@
 ``optuna_median`` Optuna with these pruners, all three around a lean loop on PEFT; ``loop`` trains many jobs together as
 mLoRA does, ``lorafusion`` with LoRAFusion's kernels (on a GPU: it has none for a CPU), both to the end of every job;
 ``batched`` is ALTO with every job trained to its end, ``early_exit`` ALTO with its default policy. All train the same
-jobs on the same rows in the same order and evaluate at the same steps; the adapter that each chooses by the validation
+jobs on the same rows in the same order and evaluate at the same steps, and at the rungs of the default policy where
+jobs may be stopped; the adapter that each chooses by the validation
 rows is judged on test rows by PEFT.
 
     python -m benchmarks.paper end-to-end --scale cpu
@@ -48,7 +49,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = option_parser(__doc__, SIZES, threads=True)
     parser.add_argument("--model", help="base model: a folder, a hub id or alto-tiny")
     parser.add_argument("--dataset", type=Path, help="a file of rows, in place of the three")
-    parser.add_argument("--recordings", type=Path, help="folder for the curves of all jobs, a file for every dataset")
     options = parser.parse_args(arguments)
     size = SIZES[options.scale]
     torch.set_num_threads(options.threads)
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found = kept_rows(options.out, piece)
         if found is None:
             with tempfile.TemporaryDirectory() as folder:
-                found, wrong = measure(name, size, model, file, Path(folder), options.recordings)
+                found, wrong = measure(name, size, model, file, Path(folder))
             failures += [f"{name}: {failure}" for failure in wrong]
             if not wrong:
                 keep_rows(options.out, piece, found)
@@ -76,9 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
 
 
-def measure(
-    name: str, size: Size, model: str, dataset: Path, folder: Path, recordings: Path | None
-) -> tuple[list[Row], list[str]]:
+def measure(name: str, size: Size, model: str, dataset: Path, folder: Path) -> tuple[list[Row], list[str]]:
     """All systems on one dataset: a row of each, and what is wrong.
 
     ``sequential`` is done in two halves around the others, so that a slow hour hits all of them.
@@ -97,8 +95,6 @@ def measure(
     one_by_one |= sweep.sequential(task.jobs[1::2], best)
     outcomes["sequential"] = _shown(name, sweep.sequential_outcome(one_by_one, best))
     failures = outcome_failures(sweep, outcomes)
-    if recordings is not None and not failures and (recording := outcomes["batched"].recording) is not None:
-        recording.write(recordings / f"{name}.json.gz")
     return [_row(name, outcome, sweep, tested.validation) for outcome in outcomes.values()], failures
 
 

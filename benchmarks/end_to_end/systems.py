@@ -73,7 +73,7 @@ class Sweep:
         """Those that do the sweep in one go, by name; ``sequential`` is done in two halves, see :meth:`sequential`."""
         return {
             **{way: lambda way=way: self._in_batches(way) for way in self.size.batched_baselines},
-            "batched": lambda: self._alto("batched", observed(self.task)),
+            "batched": lambda: self._alto("batched", self.task.replace(early_exit=False)),
             "early_exit": lambda: self._alto("early_exit", self.task),
             "ray_asha": self._ray_asha,
             "optuna_hyperband": lambda: self._optuna("hyperband"),
@@ -102,9 +102,13 @@ class Sweep:
             jobs={job.id: jobs[job.id] for job in self.task.jobs},
         )
 
-    def steps_of(self, job: Job) -> tuple[int, ...]:
-        """The steps after which a job is evaluated, the same in every system."""
-        return eval_steps(self.task, JobSettings.of(job.config.model_dump()), len(self.prepared.train))
+    def steps_of(self, job: Job, *, with_rungs: bool = False) -> tuple[int, ...]:
+        """The steps after which a job is evaluated: the same in every system, and at the rungs of the default policy
+        where jobs may be stopped."""
+        return self._steps(JobSettings.of(job.config.model_dump()), with_rungs=with_rungs)
+
+    def _steps(self, settings: JobSettings, *, with_rungs: bool) -> tuple[int, ...]:
+        return eval_steps(self.task, settings, len(self.prepared.train), with_rungs=with_rungs)
 
     def _in_batches(self, way: str) -> Outcome:
         began = time.perf_counter()
@@ -143,7 +147,7 @@ class Sweep:
         found = ray_asha(
             self.prepared,
             [job.config.model_dump() for job in self.task.jobs],
-            eval_at_steps=[self.steps_of(job) for job in self.task.jobs],
+            eval_at_steps=[self.steps_of(job, with_rungs=True) for job in self.task.jobs],
             concurrent_trials=self.size.concurrent_trials,
             folder=self.folder,
         )
@@ -170,7 +174,7 @@ class Sweep:
             lambda trial: configs[trial.suggest_categorical("number", grid)],
             sampler=optuna.samplers.GridSampler({"number": grid}, seed=DATA_SEED),
             pruner=pruner,
-            eval_at_steps=lambda settings: eval_steps(self.task, settings, len(self.prepared.train)),
+            eval_at_steps=lambda settings: self._steps(settings, with_rungs=True),
             on_evaluation=keep,
         )
         return Outcome(
@@ -195,9 +199,10 @@ def observed(task: Task) -> Task:
     return task.replace(early_exit=EarlyExit(rungs=rungs, detect_divergence=False, detect_overfitting=False))
 
 
-def eval_steps(task: Task, settings: JobSettings, num_train: int) -> tuple[int, ...]:
-    """When a job is evaluated: the same in every system, rungs included."""
-    return evaluation_steps(settings.total_steps(num_train), task.eval_steps, task.early_exit.selection_rungs)
+def eval_steps(task: Task, settings: JobSettings, num_train: int, *, with_rungs: bool = True) -> tuple[int, ...]:
+    """When a job is evaluated, at the rungs of its task too or at its ``eval_steps`` alone."""
+    rungs = task.early_exit.selection_rungs if with_rungs else ()
+    return evaluation_steps(settings.total_steps(num_train), task.eval_steps, rungs)
 
 
 def best_loss(job: BaselineJob) -> float:
