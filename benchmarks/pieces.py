@@ -8,6 +8,7 @@ has measured of one state of the source, under the same versions; no other piece
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import math
@@ -33,7 +34,17 @@ from benchmarks.common import (
     write_file,
 )
 
-__all__ = ["GateFailedError", "Origin", "Piece", "Study", "assemble", "merge", "read_pieces", "run_pieces"]
+__all__ = [
+    "GateFailedError",
+    "Origin",
+    "Piece",
+    "Study",
+    "assemble",
+    "merge",
+    "parse_pieces",
+    "read_pieces",
+    "run_pieces",
+]
 
 UNKNOWN = "unknown"
 _MEMORY_TOLERANCE = 0.01
@@ -150,6 +161,29 @@ class Study:
     @property
     def stem(self) -> str:
         return f"{self.benchmark}-{self.scale}"
+
+
+def parse_pieces(
+    parser: argparse.ArgumentParser,
+    arguments: Sequence[str] | None,
+    models: Mapping[str, Sequence[str]],
+    stages: Sequence[str],
+) -> argparse.Namespace:
+    """Parse ``arguments`` with ``--models`` and ``--stages`` beside the options of ``parser``: which pieces to measure.
+
+    Args:
+        models: By scale, the models that can be named; all of them are measured where none is.
+    """
+    parser.add_argument("--models", nargs="+", help="of these models alone")
+    parser.add_argument("--stages", nargs="+", choices=stages, default=stages, help="these stages alone")
+    options = parser.parse_args(arguments)
+    known = models[options.scale]
+    options.models = options.models or list(known)
+    if unknown := sorted(set(options.models) - set(known)):
+        parser.error(
+            f"--models: expected some of {', '.join(known)} at --scale {options.scale}, found {', '.join(unknown)}"
+        )
+    return options
 
 
 def run_pieces(study: Study, actions: Mapping[str, Action], folder: Path) -> int:

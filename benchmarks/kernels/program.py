@@ -26,7 +26,7 @@ from benchmarks.kernels.gate import tolerance_of
 from benchmarks.kernels.plans import PLANS, Plan
 from benchmarks.kernels.shapes import SHAPES
 from benchmarks.kernels.stages import CUT_LAYERS, STAGES, actions
-from benchmarks.pieces import Study, read_pieces, run_pieces
+from benchmarks.pieces import Study, parse_pieces, read_pieces, run_pieces
 
 __all__ = ["main", "study"]
 
@@ -92,14 +92,5 @@ def notes(plan: Plan) -> list[str]:
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = option_parser(__doc__, PLANS, threads=True)
-    parser.add_argument("--models", nargs="+", help="of these models alone")
-    parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES, help="these stages alone")
-    options = parser.parse_args(arguments)
-    plan = PLANS[options.scale]
-    known = [model.shape for model in plan.models]
-    options.models = options.models or known
-    if unknown := sorted(set(options.models) - set(known)):
-        parser.error(
-            f"--models: expected some of {', '.join(known)} at --scale {options.scale}, found {', '.join(unknown)}"
-        )
-    return options
+    models = {scale: [model.shape for model in plan.models] for scale, plan in PLANS.items()}
+    return parse_pieces(parser, arguments, models, STAGES)

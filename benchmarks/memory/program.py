@@ -32,7 +32,7 @@ from benchmarks.common import ROOT, format_table, option_parser
 from benchmarks.kernels.lengths import row_lengths
 from benchmarks.kernels.shapes import SHAPES, random_model
 from benchmarks.memory.plans import PLANS, DurationCase, ModelPlan, PeakCase, Plan
-from benchmarks.pieces import Action, Flush, Piece, Study, describe_error, read_pieces, run_pieces
+from benchmarks.pieces import Action, Flush, Piece, Study, describe_error, parse_pieces, read_pieces, run_pieces
 
 STAGES = ("peaks", "durations")
 
@@ -208,15 +208,16 @@ class _Child:
         return in_child(request)
 
 
-def in_child(request: dict[str, Any]) -> dict[str, Any]:
-    """What ``child.py`` answers, in a process of its own.
+def in_child(request: dict[str, Any], module: str = "benchmarks.memory.child") -> dict[str, Any]:
+    """What ``module`` answers, in a process of its own: ``child.py``, or another that reads a request on stdin and
+    writes what it found on the last line of stdout, both JSON.
 
     Raises:
         RuntimeError: It ended without an answer; says the last line of what it wrote on stderr, all of which is passed
             on.
     """
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.memory.child"],
+        [sys.executable, "-m", module],
         cwd=ROOT,
         input=json.dumps(request),
         capture_output=True,
@@ -265,13 +266,5 @@ def _duration_task(case: DurationCase) -> dict[str, Any]:
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = option_parser(__doc__, PLANS, threads=True)
-    parser.add_argument("--models", nargs="+", help="of these models alone")
-    parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES, help="these stages alone")
-    options = parser.parse_args(arguments)
-    known = [model.shape for model in PLANS[options.scale].models]
-    options.models = options.models or known
-    if unknown := sorted(set(options.models) - set(known)):
-        parser.error(
-            f"--models: expected some of {', '.join(known)} at --scale {options.scale}, found {', '.join(unknown)}"
-        )
-    return options
+    models = {scale: [model.shape for model in plan.models] for scale, plan in PLANS.items()}
+    return parse_pieces(parser, arguments, models, STAGES)
