@@ -83,6 +83,10 @@ bench-gpu: ## Measure what needs an NVIDIA GPU, with what PYTHON has: torch, tri
 	measure kernels --models 1b --stages layers ops; \
 	measure kernels --models 8b --stages layers ops; \
 	measure memory --stages peaks; \
+	measure utilization --models 1b --stages memory; \
+	measure utilization --models 8b --stages memory; \
+	measure utilization --models 1b --stages steps; \
+	measure utilization --models 8b --stages steps; \
 	measure memory --stages durations; \
 	if [ "$$(nvidia-smi --list-gpus | wc -l)" -gt 1 ]; then measure adapter-parallel; \
 	else echo "one GPU: adapter-parallel needs two or more"; fi; \

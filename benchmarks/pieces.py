@@ -207,6 +207,8 @@ def run_chosen(study: Study, actions: Mapping[str, Action], options: argparse.Na
     torch.set_num_threads(options.threads)
     names = {piece_name(model, stage) for model in options.models for stage in options.stages}
     chosen = {name: action for name, action in actions.items() if name in names}
+    if not chosen:
+        raise SystemExit(f"expected some of the pieces {', '.join(actions)}, found {', '.join(sorted(names))}")
     code = run_pieces(study, chosen, options.out)
     rows = [row for piece in read_pieces(study, options.out) if piece.name in chosen for row in piece.rows]
     for table in dict.fromkeys(row["table"] for row in rows):

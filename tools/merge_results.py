@@ -11,6 +11,7 @@ that they were measured of.
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,18 +23,21 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.common import RESULTS_DIR, SCALES, Result, commit_id, source_digest  # noqa: E402
 from benchmarks.pieces import UNKNOWN, Piece, Study, assemble, origin_of, read_pieces, write_piece  # noqa: E402
 
+STUDIES = {
+    "kernels": "benchmarks.kernels.program",
+    "memory": "benchmarks.memory.program",
+    "utilization": "benchmarks.paper.utilization",
+}
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("benchmark", choices=("kernels", "memory"))
+    parser.add_argument("benchmark", choices=tuple(STUDIES))
     parser.add_argument("folders", nargs="+", type=Path)
     parser.add_argument("--scale", choices=SCALES, default="gpu")
     parser.add_argument("--out", type=Path, default=RESULTS_DIR)
     options = parser.parse_args(arguments)
-    if options.benchmark == "kernels":
-        from benchmarks.kernels.program import study
-    else:
-        from benchmarks.memory.program import study
+    study = importlib.import_module(STUDIES[options.benchmark]).study
     try:
         result = merge(study(options.scale), options.folders, options.out)
     except ValueError as error:

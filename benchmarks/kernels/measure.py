@@ -19,6 +19,7 @@ __all__ = [
     "count_launches",
     "device_limits",
     "difference_per_call",
+    "large_gemm",
     "peak_bytes",
     "take_turns",
     "time_op",
@@ -116,11 +117,17 @@ def device_limits(device: torch.device, dtype: torch.dtype) -> DeviceLimits:
     on_gpu = device.type == "cuda"
     source = torch.zeros(2**30 if on_gpu else 2**26, dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
-    side = 8192 if on_gpu else 1024
-    left, right = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
+    multiply, flops = large_gemm(device, dtype)
     copy_s = time_op(lambda: target.copy_(source), device).seconds.minimum
-    gemm_s = time_op(lambda: left @ right, device).seconds.minimum
-    return DeviceLimits(bytes_per_s=2 * source.numel() / copy_s, flops_per_s=2 * side**3 / gemm_s)
+    gemm_s = time_op(multiply, device).seconds.minimum
+    return DeviceLimits(bytes_per_s=2 * source.numel() / copy_s, flops_per_s=flops / gemm_s)
+
+
+def large_gemm(device: torch.device, dtype: torch.dtype) -> tuple[Callable[[], torch.Tensor], float]:
+    """A GEMM that keeps the whole device busy, and its FLOPs: of side 8,192 on a GPU, 1,024 on a CPU."""
+    side = 8192 if device.type == "cuda" else 1024
+    left, right = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
+    return lambda: left @ right, 2.0 * side**3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ from benchmarks.kernels.variants import VARIANTS, Variant, build, usable_variant
 from benchmarks.kernels.workload import Workload, random_rows
 from benchmarks.pieces import Action, Flush, GateFailedError, Piece, describe_error, piece_name
 
-__all__ = ["CUT_LAYERS", "SPEEDUPS", "STAGES", "actions"]
+__all__ = ["CUT_LAYERS", "SPEEDUPS", "STAGES", "actions", "with_extremes"]
 
 CUT_LAYERS = 2
 CUT_VOCABULARY = 2048
@@ -180,7 +180,7 @@ def _measure_steps(plan: Plan, model: ModelPlan, gates: _Gates, speedups: bool, 
             row |= _milliseconds(seconds)
             for other in ("frozen", "ours"):
                 if other in turns.seconds:
-                    row |= _with_extremes(f"over_{other}", turns.ratio(name, other))
+                    row |= with_extremes(f"over_{other}", turns.ratio(name, other))
             if plan.device.type == "cuda":
                 peak = _attempt(piece, batch_size, name, lambda step=steps[name]: peak_bytes(step, plan.device))
                 if peak is not None:
@@ -218,7 +218,7 @@ def _measure_samples(plan: Plan, throughput: ThroughputPlan, piece: Piece, flush
     ):
         piece.figures[name] = value.median
         row = {"table": "throughput", "model": throughput.shape, "figure": name}
-        piece.rows.append(row | _with_extremes("median", value))
+        piece.rows.append(row | with_extremes("median", value))
 
 
 def _prepare_cut(plan: Plan, model: ModelPlan) -> tuple[PreTrainedModel, Workload]:
@@ -264,10 +264,10 @@ def _attempt(piece: Piece, batch_size: int, name: str, action: Callable[[], _Fou
 
 
 def _milliseconds(seconds: Sequence[float]) -> dict[str, float]:
-    return _with_extremes("ms", spread(1e3 * duration_s for duration_s in seconds))
+    return with_extremes("ms", spread(1e3 * duration_s for duration_s in seconds))
 
 
-def _with_extremes(name: str, value: Spread) -> dict[str, float]:
+def with_extremes(name: str, value: Spread) -> dict[str, float]:
     """A median and its extremes as columns."""
     stem = "" if name == "median" else f"{name}_"
     return {name: value.median, f"{stem}min": value.minimum, f"{stem}max": value.maximum}

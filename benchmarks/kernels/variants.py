@@ -24,7 +24,7 @@ from benchmarks.baselines.bare_peft import loss_sum
 from benchmarks.baselines.stacked import MAX_GRAD_NORM, AfterBase, JobTokens, Products, StackedAdapters, share
 from benchmarks.kernels.workload import LEARNING_RATE, Workload
 
-__all__ = ["VARIANTS", "JobFacts", "Ours", "Variant", "build", "peft_model", "usable_variants"]
+__all__ = ["VARIANTS", "JobFacts", "Ours", "Sequential", "Variant", "build", "peft_model", "usable_variants"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +102,16 @@ class Sequential:
         for rank, rows in zip(self._workload.ranks, self._workload.rows(batch_size), strict=True):
             losses.append(self._models[rank].backward([self._examples[row] for row in rows]))
             self._models[rank].update()
+        torch.stack(losses).tolist()
+
+    def epoch(self, batch_size: int) -> None:
+        """Every job trains all rows once, one job after the other."""
+        losses = []
+        by_step = [self._workload.rows(batch_size, step) for step in range(self._workload.num_steps(batch_size))]
+        for number, rank in enumerate(self._workload.ranks):
+            for rows in by_step:
+                losses.append(self._models[rank].backward([self._examples[row] for row in rows[number]]))
+                self._models[rank].update()
         torch.stack(losses).tolist()
 
     def facts(self, batch_size: int, weights: Sequence[AdapterWeights]) -> list[JobFacts]:
@@ -248,6 +258,16 @@ class Ours:
 
     def step(self, batch_size: int) -> None:
         self._trainer.step(self.jobs(batch_size))
+
+    def epoch(self, batch_size: int) -> None:
+        """All jobs train all rows once, together."""
+        jobs = self.jobs(batch_size)
+        for step in range(self._workload.num_steps(batch_size)):
+            for job in jobs:
+                job.step = step
+            self._trainer.step(jobs)
+        for job in jobs:
+            job.step = 0
 
     def facts(self, batch_size: int, weights: Sequence[AdapterWeights]) -> list[JobFacts]:
         return list(self.facts_here(batch_size, weights).values())

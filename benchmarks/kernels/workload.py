@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import cache
 
@@ -34,6 +35,10 @@ class Workload:
         self.max_tokens_per_pass = max_tokens_per_pass
         self.task = cache(self._task)
         self.rows = cache(self._rows)
+
+    def num_steps(self, batch_size: int) -> int:
+        """Steps in which a job trains every row once."""
+        return math.ceil(len(self.data.train) / batch_size)
 
     def jobs(self, batch_size: int) -> Sequence[Job]:
         return self.task(batch_size).jobs
@@ -70,10 +75,10 @@ class Workload:
             search_space={"paired": {"r": list(self.ranks), "seed": numbers}},
         )
 
-    def _rows(self, batch_size: int) -> list[tuple[int, ...]]:
-        """The rows that each job trains in its first step."""
+    def _rows(self, batch_size: int, step: int = 0) -> list[tuple[int, ...]]:
+        """The rows that each job trains in its first step, or in a later one."""
         return [
-            tuple(DataOrder(len(self.data.train), batch_size, job.config.seed).rows_of_step(0))
+            tuple(DataOrder(len(self.data.train), batch_size, job.config.seed).rows_of_step(step))
             for job in self.jobs(batch_size)
         ]
 

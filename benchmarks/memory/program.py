@@ -202,15 +202,16 @@ class _Child:
         return in_child(request)
 
 
-def in_child(request: dict[str, Any]) -> dict[str, Any]:
-    """What ``child.py`` answers, in a process of its own.
+def in_child(request: dict[str, Any], module: str = "benchmarks.memory.child") -> dict[str, Any]:
+    """What ``module`` answers, in a process of its own: ``child.py``, or another that reads a request on stdin and
+    writes what it found on the last line of stdout, both JSON.
 
     Raises:
         RuntimeError: It ended without an answer; says the last line of what it wrote on stderr, all of which is passed
             on.
     """
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.memory.child"],
+        [sys.executable, "-m", module],
         cwd=ROOT,
         input=json.dumps(request),
         capture_output=True,

@@ -120,6 +120,17 @@ PAPER: Mapping[str, Experiment] = {
         paper={"regret_mean": "1"},
         goals={"regret_mean": ("<=", 1.002)},
     ),
+    "utilization": Experiment(
+        title="Memory and device use of one adapter and of many",
+        shows="One job at a small batch size leaves most of a GPU's memory and arithmetic unused; many adapters on one "
+        "frozen base fill it. Here: the share of a large GEMM's FLOP/s and the peak of memory of 1 to 32 adapters "
+        "together, and of one job with PEFT.",
+        topic="utilization",
+        program="benchmarks.paper.utilization:main",
+        drawing="benchmarks.paper.utilization:draw_utilization",
+        panels=2,
+        scales=("smoke", "cpu", "gpu"),
+    ),
     "kernels": Experiment(
         title="A training step of many adapters",
         shows="Grouped GEMMs over all adapters against one launch an adapter and one adapter at a time.",

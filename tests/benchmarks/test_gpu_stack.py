@@ -1,7 +1,7 @@
 """What runs on a machine with a GPU runs with what such machines have, and no more: the source on the path, and nothing
 installed for it but a few carried wheels.
 
-The other two benchmarks of ``make bench-gpu`` run on that stack in ``test_kernels`` and ``test_adapter_parallel``.
+Two more benchmarks of ``make bench-gpu`` run on that stack in ``test_kernels`` and ``test_adapter_parallel``.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ pytest.importorskip("peft", reason="the baselines need the bench extra: pip inst
 
 from benchmarks.kernels import program as kernels
 from benchmarks.memory import program as memory
+from benchmarks.paper import utilization
 
 pytestmark = pytest.mark.slow("benchmarks")
 
@@ -49,6 +50,14 @@ def test_memory_measures_there(tmp_path: Path) -> None:
     run([*command, "--out", str(tmp_path)], gpu_stack(tmp_path))
     found = json.loads((tmp_path / "memory-smoke.json").read_text(encoding="utf-8"))
     assert (found["gate"], [row["table"] for row in found["rows"]]) == ("passed", ["duration"])
+
+
+def test_device_use_is_measured_there(tmp_path: Path) -> None:
+    """Without matplotlib, which draws what was measured."""
+    command = [sys.executable, "-m", "benchmarks.paper", "utilization", "--stages", "steps", "--threads", "1"]
+    run([*command, "--out", str(tmp_path)], gpu_stack(tmp_path))
+    found = json.loads((tmp_path / "utilization-smoke.json").read_text(encoding="utf-8"))
+    assert (found["gate"], {row["table"] for row in found["rows"]}) == ("passed", {"step"})
 
 
 def test_pytest_finds_the_tests_of_the_gpu_there(tmp_path: Path) -> None:
@@ -82,16 +91,17 @@ def test_make_measures_every_piece_even_if_one_fails(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode != 0
+    benchmarks = {"kernels": kernels, "memory": memory, "utilization": utilization}
     measured = set()
     for line in (tmp_path / "log").read_text(encoding="utf-8").splitlines():
         _, module, name, *options = line.split()
         assert module == "benchmarks.paper"
         if name == "adapter-parallel":
             continue
-        benchmark = {"kernels": kernels, "memory": memory}[name]
+        benchmark = benchmarks[name]
         chosen = benchmark._options(options)
         assert (chosen.scale, str(chosen.out)) == ("gpu", "out")
         names = {f"{model} {stage}" for model in chosen.models for stage in chosen.stages}
         measured |= {(benchmark, name) for name in names.intersection(benchmark.study("gpu").pieces)}
-    assert measured == {(benchmark, name) for benchmark in (kernels, memory) for name in benchmark.study("gpu").pieces}
+    assert measured == {(each, name) for each in benchmarks.values() for name in each.study("gpu").pieces}
     assert "failed: " in done.stdout
