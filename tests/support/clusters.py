@@ -29,12 +29,11 @@ CLUSTERS: dict[str, Callable[..., Cluster]] = {"local": local_cluster, "ray": ra
 
 
 class Started:
-    """A cluster whose executors call ``entry``, and what it has told so far: a function of ``cluster_entries``, or of
-    another module where it is named as well."""
+    """A cluster whose executors call ``entry``, a function of ``cluster_entries``, and what it has told so far."""
 
     def __init__(self, cluster: Cluster, folder: Path, entry: str) -> None:
         self.cluster = cluster
-        self.entry = entry if ":" in entry else f"cluster_entries:{entry}"
+        self.entry = entry
         self.events: list[ClusterEvent] = []
         self._folder = folder
 
@@ -66,7 +65,7 @@ class Started:
             Launch(
                 task=task,
                 run_dir=str(run_dir),
-                entry=launch.pop("entry", self.entry),
+                entry=launch.pop("entry", f"cluster_entries:{self.entry}"),
                 gpus=own,
                 attempt=attempt,
                 num_ranks=num_ranks,
