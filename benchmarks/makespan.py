@@ -56,7 +56,7 @@ PLANS = {
     "smoke": Plan(slots=2, rows=20, tasks=((1, 1, (2e-3,), (4,), (2, 4)), (2, 1, (2e-3,), (4,), (2, 4)))),
     "cpu": Plan(
         slots=2,
-        rows=70,
+        rows=45,
         tasks=(
             (1, 3, _RATES, *_WIDE),
             (2, 2, _RATES, *_WIDE),

@@ -90,7 +90,7 @@ SIZES: Mapping[str, Size] = {
         concurrent_trials=1,
         at_once=2,
     ),
-    "cpu": Size(train=80, validation=12, test=128, epochs=2, max_length=256),
+    "cpu": Size(train=60, validation=12, test=128, epochs=2, max_length=256),
     "gpu": Size(
         model="Qwen/Qwen3-8B",
         train=1024,
