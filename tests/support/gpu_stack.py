@@ -19,7 +19,7 @@ from packaging.utils import canonicalize_name
 __all__ = ["ROOT", "gpu_stack"]
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path.append(str(ROOT / "tools"))  # behind all others: it has packages of common names
 
 from carry_wheels import wanted_packages  # noqa: E402
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path.append(str(ROOT / "tools"))  # behind all others: it has packages of common names
 
 import carry_wheels  # noqa: E402
 from carry_wheels import CannotCarryError, Machine, collect  # noqa: E402

@@ -12,7 +12,7 @@ from alto import Task
 from alto.early_exit import Recording
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path.append(str(ROOT / "tools"))  # behind all others: it has packages of common names
 
 import record_sweeps  # noqa: E402
 
