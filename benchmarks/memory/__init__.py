@@ -1,1 +1,1 @@
-"""Parts of ``benchmarks/memory.py``."""
+"""Memory and time of tasks, predicted and measured, each measurement in a process of its own."""
