@@ -7,7 +7,7 @@ from pathlib import Path
 
 import packages
 import pytest
-from tiny import make_task
+from tiny import make_task, save_model
 
 import alto
 from alto.cluster import open_cluster
@@ -70,7 +70,8 @@ def test_the_page_s_cluster_runs_tasks(tmp_path: Path, monkeypatch: pytest.Monke
     packages.install(tmp_path, FILES, monkeypatch)
     accounts = tmp_path / "accounts.jsonl"
     engine = alto.Engine(cluster=f"accounts://{accounts}", output_dir=tmp_path / "runs")
-    (result,) = engine.batched_execution([make_task(tmp_path)])
+    model = str(save_model(tmp_path / "model"))
+    (result,) = engine.batched_execution([make_task(tmp_path, model=model, num_train_epochs=1)])
     assert Path(result.adapter_dir).is_dir()
     lines = [json.loads(line) for line in accounts.read_text(encoding="utf-8").splitlines()]
     assert [line["outcome"] for line in lines if "outcome" in line] == ["finished", "finished"], (

@@ -239,7 +239,7 @@ def test_the_ranks_of_an_executor_find_each_other_and_share_its_threads(
     start_cluster: StartCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    started = start_cluster("ranks_meet", num_gpus=2)
+    started = start_cluster("meeting_ranks:ranks_meet", num_gpus=2)
     started.start(gpus=(0, 1), num_ranks=2)
     ranks = started.until_told("met")["ranks"]
     assert started.until_ended().outcome is Outcome.FINISHED

@@ -53,7 +53,9 @@ def test_a_child_is_as_if_it_had_been_started(zygote: Zygote, tmp_path: Path, mo
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (200, before[1]))
     try:
-        forked = zygote.fork("forked_mains", ["report", str(file), "more", "words"], variables)
+        forked = zygote.fork(
+            "forked_mains", ["report", str(file), "more", "words"], variables, uses=["alto.engine.work"]
+        )
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     until(lambda: forked.has_exited, zygote)
@@ -69,7 +71,7 @@ def test_a_child_is_as_if_it_had_been_started(zygote: Zygote, tmp_path: Path, mo
         "held": sorted(HELD_SIGNALS),
         "files": 200,
         "threads": 3,
-        "imported": True,
+        "imported": ["torch", "transformers"],
         "cuda": False,
     }
     zygote.reap(forked)
@@ -79,7 +81,7 @@ def test_a_child_is_as_if_it_had_been_started(zygote: Zygote, tmp_path: Path, mo
 def test_signals_errors_and_missing_modules_are_ends(zygote: Zygote, tmp_path: Path) -> None:
     waits = fork(zygote, "wait", tmp_path / "waits")
     raises = fork(zygote, "raise", tmp_path / "raises")
-    missing = zygote.fork("alto.no_such_module", [], os.environ)
+    missing = zygote.fork("alto.no_such_module", [], os.environ, uses=["alto.no_such_module"])
     until(lambda: (tmp_path / "waits").exists() and raises.has_exited and missing.has_exited, zygote)
     assert (raises.exit_code, missing.exit_code, waits.has_exited) == (1, 1, False)
     assert waits.pid is not None
@@ -108,6 +110,7 @@ def test_where_the_zygote_dies_what_it_forked_is_still_watched_and_the_next_one_
         again = fork(zygote, "report", tmp_path / "again")
         until(lambda: again.has_exited, zygote)
         assert again.exit_code == 7
+        assert json.loads((tmp_path / "again").read_text(encoding="utf-8"))["imported"] == []
         assert orphan.pid is not None
         os.kill(orphan.pid, signal.SIGKILL)
         until(lambda: orphan.has_exited, zygote)

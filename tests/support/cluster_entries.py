@@ -122,22 +122,6 @@ def tells_devices(run_dir: str, is_interrupted: IsInterrupted) -> None:
     tell(run_dir, "devices", threads=torch.get_num_threads(), gpus=torch.cuda.device_count())
 
 
-def ranks_meet(run_dir: str, is_interrupted: IsInterrupted) -> None:
-    """The first rank tells what the environment of each says."""
-    import torch
-
-    from alto.executor import Ranks
-
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "ALTO_RENDEZVOUS", "OMP_NUM_THREADS")
-    ranks = Ranks.join(torch.device("cpu"))
-    replace_file(Path(run_dir) / f"met-{ranks.rank}", json.dumps({name: os.environ[name] for name in names}))
-    ranks.barrier()
-    if ranks.is_first:
-        files = [Path(run_dir) / f"met-{rank}" for rank in range(ranks.size)]
-        tell(run_dir, "met", ranks=[json.loads(file.read_text("utf-8")) for file in files])
-    ranks.barrier()
-
-
 def ranks_take_turns(run_dir: str, is_interrupted: IsInterrupted) -> None:
     """Each rank waits for the others before its next turn, however long; the first tells who they are."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -29,11 +29,12 @@ CLUSTERS: dict[str, Callable[..., Cluster]] = {"local": local_cluster, "ray": ra
 
 
 class Started:
-    """A cluster whose executors call ``entry``, a function of ``cluster_entries``, and what it has told so far."""
+    """A cluster whose executors call ``entry``, and what it has told so far: a function of ``cluster_entries``, or of
+    another module where it is named as well."""
 
     def __init__(self, cluster: Cluster, folder: Path, entry: str) -> None:
         self.cluster = cluster
-        self.entry = entry
+        self.entry = entry if ":" in entry else f"cluster_entries:{entry}"
         self.events: list[ClusterEvent] = []
         self._folder = folder
 
@@ -65,7 +66,7 @@ class Started:
             Launch(
                 task=task,
                 run_dir=str(run_dir),
-                entry=launch.pop("entry", f"cluster_entries:{self.entry}"),
+                entry=launch.pop("entry", self.entry),
                 gpus=own,
                 attempt=attempt,
                 num_ranks=num_ranks,

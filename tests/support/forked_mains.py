@@ -10,8 +10,6 @@ import sys
 import time
 from pathlib import Path
 
-import torch
-
 from alto.cluster.processes import HELD_SIGNALS
 
 
@@ -19,6 +17,9 @@ def main() -> None:
     """``argv``: what to do, a file, and what the zygote adds."""
     action, file = sys.argv[1], Path(sys.argv[2])
     if action == "report":
+        imported = sorted({"torch", "transformers"} & sys.modules.keys())
+        import torch
+
         facts = {
             "argv": sys.argv[3:],
             "cwd": str(Path.cwd()),
@@ -28,7 +29,7 @@ def main() -> None:
             "held": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ()) & set(HELD_SIGNALS)),
             "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
             "threads": torch.get_num_threads(),
-            "imported": "transformers" in sys.modules,
+            "imported": imported,
             "cuda": torch.cuda.is_initialized(),
         }
         file.write_text(json.dumps(facts), encoding="utf-8")

@@ -17,6 +17,8 @@ from alto.cluster.zygote import Zygote
 
 __all__ = ["ExecutorProcess", "ProcessShape"]
 
+_WORKER = "alto.cluster.worker"
+
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """Where PyTorch looks for them; the first is its name for all devices, the others are older."""
 
@@ -72,6 +74,7 @@ class ExecutorProcess:
     Args:
         zygote: Forks it.
         shape: What it has.
+        entry: Of the first launch; the zygote imports its module, for the processes that it forks later too.
         grace_s: For saving, once this process has died.
 
     Attributes:
@@ -84,7 +87,7 @@ class ExecutorProcess:
         OSError: It cannot be started.
     """
 
-    def __init__(self, zygote: Zygote, shape: ProcessShape, *, grace_s: float) -> None:
+    def __init__(self, zygote: Zygote, shape: ProcessShape, entry: str, *, grace_s: float) -> None:
         self.shape = shape
         self.executors: list[Occupant] = []
         self.base = ""
@@ -96,12 +99,13 @@ class ExecutorProcess:
         self._rendezvous = Rendezvous() if shape.num_ranks > 1 else None
         self._group = ProcessGroup(
             zygote,
-            "alto.cluster.worker",
+            _WORKER,
             (str(self._orders.root), "--grace-s", str(grace_s)),
             env={
                 **shape.environment(),
                 **(self._rendezvous.variables if self._rendezvous is not None else {FOLDER: ""}),
             },
+            uses=(_WORKER, entry.partition(":")[0]),
         )
 
     def work(self, launch: Launch, attempt: AttemptDir) -> int:

@@ -21,14 +21,17 @@ class ProcessGroup:
         module: Whose ``main()`` is run. `HELD_SIGNALS` are blocked until it unblocks them.
         args: As on a command line.
         env: Added to this process's environment.
+        uses: As of :meth:`Zygote.fork`.
 
     Raises:
         OSError: The zygote cannot be started.
     """
 
-    def __init__(self, zygote: Zygote, module: str, args: Sequence[str], *, env: Mapping[str, str]) -> None:
+    def __init__(
+        self, zygote: Zygote, module: str, args: Sequence[str], *, env: Mapping[str, str], uses: Sequence[str]
+    ) -> None:
         self._zygote = zygote
-        self._first = zygote.fork(module, args, {**os.environ, **env})
+        self._first = zygote.fork(module, args, {**os.environ, **env}, uses=uses)
         self._is_to_stop = False
         self._is_to_die = False
         self._is_reaping = False

@@ -42,7 +42,7 @@ class ProcessPool:
         for other in [other for other in self._gpus if other is not process and not other.executors]:
             if not set(launch.gpus).isdisjoint(self._gpus[other]):
                 self._end(other)
-        process = process or ExecutorProcess(Zygote.shared(), shape, grace_s=self._drain_timeout_s)
+        process = process or ExecutorProcess(Zygote.shared(), shape, launch.entry, grace_s=self._drain_timeout_s)
         self._gpus[process] = launch.gpus
         self._idle_since.pop(process, None)
         return process

@@ -1,13 +1,13 @@
 """A process that has imported what executors need and forks them, so that none waits for its own imports.
 
-:class:`Zygote` is used by the cluster. ``python -m alto.cluster.zygote`` is the process: it imports, then answers
-requests on a socket until the socket is closed, and ends. It never touches a GPU, because a process that is forked from
-one that has cannot use it.
+:class:`Zygote` is used by the cluster. ``python -m alto.cluster.zygote`` is the process: it answers requests on a
+socket until the socket is closed, and ends. It imports what the requests name, which is the same for all executors of a
+queue. It never touches a GPU, because a process that is forked from one that has cannot use it.
 
-Messages are lines of JSON. To the zygote: ``{"fork": id, "module": ..., "args": [...], "env": {...}, "cwd": ...,
-"limits": {...}}`` and ``{"reap": id}``. From it: ``{"forked": id, "pid": ...}``, ``{"exited": id, "code": ...}``
-(negative for a signal), ``{"failed": id, "reason": ...}``, ``{"reaped": id}``. A process that has exited keeps its
-process id until it is reaped.
+Messages are lines of JSON. To the zygote: ``{"fork": id, "module": ..., "uses": [...], "args": [...], "env": {...},
+"cwd": ..., "limits": {...}}`` and ``{"reap": id}``. From it: ``{"forked": id, "pid": ...}``, ``{"exited": id,
+"code": ...}`` (negative for a signal), ``{"failed": id, "reason": ...}``, ``{"reaped": id}``. A process that has exited
+keeps its process id until it is reaped.
 """
 
 from __future__ import annotations
@@ -32,14 +32,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
-
 from alto.cluster.processes import HELD_SIGNALS
 
 __all__ = ["ForkedProcess", "Zygote"]
-
-IMPORTED = ("alto.cluster.worker", "alto.engine.work")
-"""Modules that every executor uses, and what they import in turn."""
 
 READ_BY_IMPORTS = (
     "PYTHON",
@@ -136,18 +131,29 @@ class Zygote:
                 cls._shared = found = cls()
             return found
 
-    def fork(self, module: str, args: Sequence[str], env: Mapping[str, str]) -> ForkedProcess:
+    def fork(
+        self, module: str, args: Sequence[str], env: Mapping[str, str], *, uses: Sequence[str] = ()
+    ) -> ForkedProcess:
         """Run ``main()`` of ``module`` in a new process; returns at once.
 
         Args:
             module: As by ``python -m``.
             args: ``sys.argv`` behind the program's name; the zygote adds ``--parent`` and its process.
             env: Its whole environment.
+            uses: Modules that the zygote imports before, where it has not yet; they start no threads. One that cannot
+                be imported is left to the new process.
 
         Raises:
             OSError: The zygote itself cannot be started.
         """
-        request = {"module": module, "args": list(args), "env": dict(env), "cwd": os.getcwd(), "limits": _limits()}
+        request = {
+            "module": module,
+            "uses": list(uses),
+            "args": list(args),
+            "env": dict(env),
+            "cwd": os.getcwd(),
+            "limits": _limits(),
+        }
         with self._lock:
             self._start()
             self._num_forked += 1
@@ -306,16 +312,12 @@ class _Channel:
 
 
 def main() -> None:
-    """Import, then carry out requests until the cluster's process has closed the socket or ended."""
+    """Carry out requests until the cluster's process has closed the socket or ended."""
     parent = os.getppid()
     requests = _Channel(socket.socket(fileno=int(sys.argv[1])))
     Path("/proc/self/comm").write_text("alto-zygote")  # for ps and top
     for number in HELD_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    for module in IMPORTED:
-        importlib.import_module(module)
-    gc.collect()
-    gc.freeze()  # the collector of no child writes into the pages that all share
     _Server(requests, parent).serve()
 
 
@@ -350,6 +352,7 @@ class _Server:
             os.waitpid(pid, 0)
             self._requests.send({"reaped": request["reap"]})
             return
+        self._import(request["uses"])
         try:
             pid = self._fork(request)
         except OSError as error:
@@ -357,6 +360,15 @@ class _Server:
             return
         self._numbers[pid] = request["fork"]
         self._requests.send({"forked": request["fork"], "pid": pid})
+
+    def _import(self, modules: Sequence[str]) -> None:
+        missing = [module for module in modules if module not in sys.modules]
+        for module in missing:
+            with contextlib.suppress(Exception):  # whoever needs it meets the same, and reports it
+                importlib.import_module(module)
+        if missing:
+            gc.collect()
+            gc.freeze()  # the collector of no child writes into the pages that all share
 
     def _fork(self, request: Mapping[str, Any]) -> int:
         # Signals that ask to stop wait until the new process listens.
@@ -393,7 +405,8 @@ class _Server:
         for stream in (sys.stdout, sys.stderr):
             assert isinstance(stream, io.TextIOWrapper)
             stream.reconfigure(write_through=True)  # the log of a killed process is whole
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))  # read on import else
+        if (torch := sys.modules.get("torch")) is not None:  # else it reads the variable when it is imported
+            torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
         sys.argv = [request["module"], *request["args"], "--parent", str(parent)]
         importlib.import_module(request["module"]).main()
 

@@ -1,0 +1,26 @@
+"""What ranks do in the tests of clusters, where they use PyTorch; imported before they are forked."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from cluster_entries import tell
+
+from alto.executor import Ranks
+from alto.runs import replace_file
+
+
+def ranks_meet(run_dir: str, is_interrupted: Callable[[], bool]) -> None:
+    """The first rank tells what the environment of each says."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "ALTO_RENDEZVOUS", "OMP_NUM_THREADS")
+    ranks = Ranks.join(torch.device("cpu"))
+    replace_file(Path(run_dir) / f"met-{ranks.rank}", json.dumps({name: os.environ[name] for name in names}))
+    ranks.barrier()
+    if ranks.is_first:
+        files = [Path(run_dir) / f"met-{rank}" for rank in range(ranks.size)]
+        tell(run_dir, "met", ranks=[json.loads(file.read_text("utf-8")) for file in files])
+    ranks.barrier()
