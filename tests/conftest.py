@@ -13,6 +13,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+import gc
 from collections.abc import Callable
 
 import pytest
@@ -39,6 +40,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     num_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if config.getoption("--all") and num_workers > 1:
         items[:] = slowest_first(items, num_workers)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What was imported and collected stays to the end: no collection of garbage looks through it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

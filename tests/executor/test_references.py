@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,15 +33,6 @@ TASK = make_task(
     early_exit={"enabled": False},
 )
 ask = references.reference_sums
-
-
-@pytest.fixture(scope="module", autouse=True)
-def leave_the_libraries_alone() -> Iterator[None]:
-    """What is imported by now is not looked through whenever memory is released."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class Base:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,15 +22,6 @@ SEVERAL_PASSES = 60
 LOSS_TOLERANCE = 1e-6
 CHANGE_TOLERANCE = 1e-5
 """In norm, of what the steps have changed; measured: up to 4e-7, as other passes round in another order."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def leave_the_libraries_alone() -> Iterator[None]:
-    """What is imported by now is not looked through whenever memory is released."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class ShortOfMemory(TorchDispatchMode):

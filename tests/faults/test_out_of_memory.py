@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +27,6 @@ from alto.spec import load_task
 
 LOSS_TOLERANCE = 1e-5
 JOBS = ["job-000", "job-001", "job-002"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def leave_the_libraries_alone() -> Iterator[None]:
-    """What is imported by now is not looked through whenever memory is released."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def run_in(folder: Path, **changes: Any) -> RunDir:
