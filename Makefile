@@ -14,6 +14,9 @@ PYTEST = $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal
 WORD_PROBLEMS := examples/data/word_problems/train.jsonl
 PREFERENCES := examples/data/preferences/train.jsonl
 
+# Compiled files are kept even where the environment says otherwise: hundreds of processes import the same source.
+export PYTHONDONTWRITEBYTECODE =
+
 .PHONY: help
 help: ## Show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))

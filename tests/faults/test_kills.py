@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forks import run_code
 
-SCRIPT = Path(__file__).parents[1] / "support" / "kill_trials.py"
 NUM_KILLS = 9
 SEEDS = (1,)
 """Of which instants; others, and more kills, by hand: each takes five seconds."""
@@ -19,14 +16,11 @@ SEEDS = (1,)
 
 def outcome_of_trials(folder: Path, seed: int, num_kills: int, *kinds: str) -> dict[str, Any]:
     """What ``kill_trials.py`` found; no run differed from one that was left alone."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(folder), str(seed), str(num_kills), *kinds],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    arguments = ["kill_trials.py", str(folder), str(seed), str(num_kills), *kinds]
+    # One thread: what it forks has no others.
+    code = "import os, sys, torch; torch.set_num_threads(1); os.environ['TOKENIZERS_PARALLELISM'] = 'false'\n"
+    code += f"sys.argv = {arguments!r}; import kill_trials; kill_trials.main()"
+    done = run_code(code)
     assert done.returncode == 0, done.stderr[-5000:]
     outcome: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert outcome["problems"] == {}, done.stderr[-5000:]

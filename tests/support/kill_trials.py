@@ -273,7 +273,7 @@ def main() -> None:
     while sum(kills.values()) < num_kills or not all(kills[kind] for kind in wanted):
         number += 1
         home = folder / f"trial-{number}"
-        if number % 8 == 0:
+        if number % 4 == 0:
             found = commanded_trial(home, model, rng, kills)
         else:
             found = compare(trial(home, model, rng, kinds, counts, kills), expected)

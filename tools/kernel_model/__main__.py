@@ -10,6 +10,7 @@ same group, and bytes and FLOPs with the floors that ``benchmarks/kernels`` divi
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -63,20 +64,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def step_model(plan: ModelPlan, batch_size: int, version: Version) -> StepModel:
     """The step that ``benchmarks/kernels`` measures with ``plan``."""
+    passes, trained, sequences = _passes(plan, batch_size)
+    return StepModel(
+        chip=H200,
+        shape=SHAPES[plan.shape],
+        ranks=plan.ranks,
+        passes=passes,
+        trained=trained,
+        sequences=sequences,
+        version=version,
+    )
+
+
+@cache
+def _passes(
+    plan: ModelPlan, batch_size: int
+) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...], tuple[tuple[int, ...], ...]]:
+    """Of each pass of a step: the tokens of the jobs, the number of trained ones, and the lengths of its sequences."""
     data = random_rows(row_lengths(plan.tokenizer), SHAPES[plan.shape]["vocab_size"])
     batches = list(Workload(plan.ranks, data, plan.max_tokens_per_pass).batches(batch_size, torch.device("cpu")))
     passes = []
     for batch in batches:
         tokens = dict(zip(batch.slots, batch.job_tokens, strict=True))
         passes.append(tuple(tokens.get(slot, 0) for slot in range(len(plan.ranks))))
-    return StepModel(
-        chip=H200,
-        shape=SHAPES[plan.shape],
-        ranks=plan.ranks,
-        passes=tuple(passes),
-        trained=tuple(sum(batch.job_targets) for batch in batches),
-        sequences=tuple(batch.sequence_lengths for batch in batches),
-        version=version,
+    return (
+        tuple(passes),
+        tuple(sum(batch.job_targets) for batch in batches),
+        tuple(tuple(batch.sequence_lengths) for batch in batches),
     )
 
 
