@@ -39,9 +39,8 @@ __all__ = [
     "commit_id",
     "format_table",
     "goal_reached",
-    "keep_rows",
-    "kept_rows",
     "machine_info",
+    "measured_rows",
     "option_parser",
     "origin",
     "package_versions",
@@ -70,6 +69,10 @@ _COMPARE: Mapping[str, Callable[[float, float], bool]] = {
     ">": lambda value, bound: value > bound,
     "<": lambda value, bound: value < bound,
 }
+
+
+Measure = Callable[[Path], tuple[Sequence[Mapping[str, Any]], Sequence[str]]]
+"""Measures a part in an empty folder: its rows, and what is wrong."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -328,13 +331,31 @@ def origin() -> dict[str, Any]:
     return found
 
 
-def keep_rows(folder: Path, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Keep a part of a long measurement beside the results, for a run that is killed before its end."""
-    write_file(folder / ".paper" / f"{name}.json", strict_json({"origin": origin(), "rows": list(rows)}))
+def measured_rows(folder: Path, parts: Mapping[str, Measure]) -> tuple[list[Mapping[str, Any]], list[str]]:
+    """The rows of all parts of a long measurement, and what is wrong with them, as phrases that begin with the part.
+
+    A part with nothing wrong is kept beside the results: a run that is killed does not measure it again.
+
+    Args:
+        folder: Of results.
+        parts: By a name that no other measurement has; each measures into an empty folder.
+    """
+    rows, failures = list[Mapping[str, Any]](), list[str]()
+    for name, measure in parts.items():
+        found = _kept_rows(folder, name)
+        if found is None:
+            with tempfile.TemporaryDirectory() as scratch:
+                found, wrong = measure(Path(scratch))
+            failures += [f"{name}: {failure}" for failure in wrong]
+            if not wrong:
+                kept = strict_json({"origin": origin(), "rows": list(found)})
+                write_file(folder / ".paper" / f"{name}.json", kept)
+        rows += found
+    return rows, failures
 
 
-def kept_rows(folder: Path, name: str) -> list[dict[str, Any]] | None:
-    """Such a part, if it is of this source, machine and set of packages; else None."""
+def _kept_rows(folder: Path, name: str) -> Sequence[Mapping[str, Any]] | None:
+    """Those of a part that was measured of this source, machine and set of packages; else None."""
     try:
         found = json.loads((folder / ".paper" / f"{name}.json").read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):

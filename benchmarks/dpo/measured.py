@@ -74,17 +74,10 @@ class Measured:
         return next(iter(self.batched))
 
     @cached_property
-    def recordings(self) -> Mapping[int, Recording]:
-        """The curves of ``batched`` by seed."""
-        return {
-            seed: Recording.from_journal(read_entries(Path(tuned.result.run_dir) / "journal.jsonl"))
-            for seed, tuned in self.batched.items()
-        }
-
-    @property
     def recording(self) -> Recording:
         """The curves of ``batched`` of the first seed."""
-        return self.recordings[self.first_seed]
+        run_dir = Path(self.batched[self.first_seed].result.run_dir)
+        return Recording.from_journal(read_entries(run_dir / "journal.jsonl"))
 
     def replayed(self, settings: EarlyExit) -> ReplayResult:
         """What a policy would have done on that recording."""

@@ -101,16 +101,12 @@ SIZES = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = option_parser(__doc__, SIZES, model="alto-tiny", dataset=PREFERENCE_PAIRS, threads=True)
-    parser.add_argument("--recordings", type=Path, help="folder for the curves of all jobs, a file for every seed")
     options = parser.parse_args(arguments)
     size = SIZES[options.scale]
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as folder:
         measured = measure(size, options.model, options.dataset, Path(folder))
         failures = gate_failures(measured)
-        if options.recordings is not None and not failures:
-            for seed, recording in measured.recordings.items():
-                recording.write(options.recordings / f"dpo-alto-tiny-{seed}.json.gz")
         result = Result.of(
             benchmark="dpo",
             scale=options.scale,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 from alto import Task
 from alto.data.split import carve_rows
-from benchmarks.common import DATA_DIR, GSM8K
+from benchmarks.common import DATA_DIR, GSM8K, option_parser
 from benchmarks.rows import read_rows, write_rows
 
 __all__ = [
@@ -20,7 +21,9 @@ __all__ = [
     "PAPER_LEARNING_RATES",
     "SIZES",
     "Size",
+    "chosen",
     "make_task",
+    "parser_of",
     "questions_of",
     "splits_of",
 ]
@@ -105,6 +108,21 @@ SIZES: Mapping[str, Size] = {
         batched_baselines=("loop", "lorafusion"),
     ),
 }
+
+
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """The options of benchmarks that sweep the grid on the datasets."""
+    parser = option_parser(description, SIZES, threads=True)
+    parser.add_argument("--model", help="base model: a folder, a hub id or alto-tiny")
+    parser.add_argument("--dataset", type=Path, help="a file of rows, in place of the three")
+    return parser
+
+
+def chosen(options: argparse.Namespace) -> tuple[Size, str, Mapping[str, Path]]:
+    """What such options name: the size, the base model, and the datasets by name."""
+    size = SIZES[options.scale]
+    datasets = {options.dataset.stem: options.dataset} if options.dataset else {n: DATASETS[n] for n in size.datasets}
+    return size, options.model or size.model, datasets
 
 
 def splits_of(size: Size, dataset: Path, seed: int = DATA_SEED) -> list[list[dict[str, str]]]:

@@ -5,8 +5,7 @@
 mLoRA does, ``lorafusion`` with LoRAFusion's kernels (on a GPU: it has none for a CPU), both to the end of every job;
 ``batched`` is ALTO with every job trained to its end, ``early_exit`` ALTO with its default policy. All train the same
 jobs on the same rows in the same order and evaluate at the same steps, and at the rungs of the default policy where
-jobs may be stopped; the adapter that each chooses by the validation
-rows is judged on test rows by PEFT.
+jobs may be stopped; the adapter that each chooses by the validation rows is judged on test rows by PEFT.
 
     python -m benchmarks.paper end-to-end --scale cpu
     python -m benchmarks.paper end-to-end --scale gpu --model Qwen/Qwen3-8B --dataset train.jsonl
@@ -15,8 +14,8 @@ rows is judged on test rows by PEFT.
 from __future__ import annotations
 
 import statistics
-import tempfile
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,9 @@ import torch
 from alto.backbone import resolve_model
 from benchmarks.baselines.best import BestAdapter
 from benchmarks.baselines.job import prepare
-from benchmarks.common import keep_rows, kept_rows, option_parser, publish_figures
+from benchmarks.common import measured_rows, publish_figures
 from benchmarks.end_to_end.gate import adapter_loss, baseline_failures, outcome_failures
-from benchmarks.end_to_end.plans import DATASETS, SIZES, Size, make_task, splits_of
+from benchmarks.end_to_end.plans import Size, chosen, make_task, parser_of, splits_of
 from benchmarks.end_to_end.systems import Outcome, Sweep, best_loss
 
 __all__ = ["GOALS", "main"]
@@ -47,25 +46,16 @@ Row = Mapping[str, Any]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = option_parser(__doc__, SIZES, threads=True)
-    parser.add_argument("--model", help="base model: a folder, a hub id or alto-tiny")
-    parser.add_argument("--dataset", type=Path, help="a file of rows, in place of the three")
-    options = parser.parse_args(arguments)
-    size = SIZES[options.scale]
+    options = parser_of(__doc__).parse_args(arguments)
     torch.set_num_threads(options.threads)
-    model = options.model or size.model
-    datasets = {options.dataset.stem: options.dataset} if options.dataset else {n: DATASETS[n] for n in size.datasets}
-    rows, failures = list[Row](), list[str]()
-    for name, file in datasets.items():
-        piece = f"end_to_end-{options.scale}-{name}-{Path(model).name}"
-        found = kept_rows(options.out, piece)
-        if found is None:
-            with tempfile.TemporaryDirectory() as folder:
-                found, wrong = measure(name, size, model, file, Path(folder))
-            failures += [f"{name}: {failure}" for failure in wrong]
-            if not wrong:
-                keep_rows(options.out, piece, found)
-        rows += found
+    size, model, datasets = chosen(options)
+    rows, failures = measured_rows(
+        options.out,
+        {
+            f"end_to_end-{options.scale}-{name}-{Path(model).name}": partial(measure, name, size, model, file)
+            for name, file in datasets.items()
+        },
+    )
     return publish_figures(
         options,
         "end_to_end",

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import math
 import statistics
-import tempfile
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,9 @@ from transformers import AutoConfig
 from alto import Engine
 from alto.backbone import resolve_model
 from benchmarks.baselines.job import prepare
-from benchmarks.common import keep_rows, kept_rows, option_parser, publish_figures
+from benchmarks.common import measured_rows, publish_figures
 from benchmarks.end_to_end.gate import adapter_loss, tolerance_of
-from benchmarks.end_to_end.plans import DATASETS, SIZES, Size, make_task, splits_of
+from benchmarks.end_to_end.plans import Size, chosen, make_task, parser_of, splits_of
 
 __all__ = ["GOALS", "main", "recommended"]
 
@@ -39,26 +39,17 @@ Row = Mapping[str, Any]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = option_parser(__doc__, SIZES, threads=True)
-    parser.add_argument("--model", help="base model: a folder, a hub id or alto-tiny")
-    parser.add_argument("--dataset", type=Path, help="a file of rows, in place of the three")
-    options = parser.parse_args(arguments)
-    size = SIZES[options.scale]
+    options = parser_of(__doc__).parse_args(arguments)
     torch.set_num_threads(options.threads)
-    model = options.model or size.model
-    datasets = {options.dataset.stem: options.dataset} if options.dataset else {n: DATASETS[n] for n in size.datasets}
-    rows, failures = list[Row](), list[str]()
-    for name, file in datasets.items():
-        for seed in SEEDS[options.scale]:
-            piece = f"quality-{options.scale}-{name}-{seed}-{Path(model).name}"
-            found = kept_rows(options.out, piece)
-            if found is None:
-                with tempfile.TemporaryDirectory() as folder:
-                    found, wrong = measure(name, size, model, file, seed, Path(folder))
-                failures += wrong
-                if not wrong:
-                    keep_rows(options.out, piece, found)
-            rows += found
+    size, model, datasets = chosen(options)
+    rows, failures = measured_rows(
+        options.out,
+        {
+            f"quality-{options.scale}-{name}-{seed}-{Path(model).name}": partial(measure, name, size, model, file, seed)
+            for name, file in datasets.items()
+            for seed in SEEDS[options.scale]
+        },
+    )
     return publish_figures(
         options,
         "quality",
@@ -133,9 +124,7 @@ def measure(name: str, size: Size, model: str, dataset: Path, seed: int, folder:
         result = Engine(output_dir=folder / "runs").tune(task)
         loss = adapter_loss(tested, Path(result.adapter_dir), tested.validation)
         if result.test_loss is None or not math.isclose(loss, result.test_loss, rel_tol=tolerance_of(tested)):
-            failures.append(
-                f"{name}, seed {seed}, {way}: expected a test loss of {loss} as PEFT finds it, found {result.test_loss}"
-            )
+            failures.append(f"{way}: expected a test loss of {loss} as PEFT finds it, found {result.test_loss}")
         [config] = [job.config for job in result.job_results if job.job == result.best_job]
         keys = ("learning_rate", "r", "lora_alpha", "per_device_train_batch_size")
         rows.append(

@@ -36,7 +36,6 @@ OWN: Mapping[str, EarlyExit] = {
 
 NUM_DRAWS = {"smoke": 20, "cpu": 1000}
 GOALS = {
-    "saved_mean": (">=", 0.92),
     "regret_worst_sft": ("<=", 1.002),
     "lost_over_paper_worst": ("<=", 0.0),
     "lost_over_paper_upper": ("<=", 0.001),
@@ -95,15 +94,14 @@ def mean(found: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def figures(recordings: Mapping[str, Recording], family: Sequence[EarlyExit], num_draws: int) -> dict[str, float]:
-    """Means over recordings. What the paper's rule saves is a figure of ``samples-saved``."""
+    """Means over recordings. What the default policy and the paper's save are figures of ``samples-saved``."""
     found: dict[str, float] = {}
     for policy in POLICIES:
         of_policy = [mean(outcomes(recording, policy)) for recording in recordings.values()]
         key = policy.replace(", ", "_").replace(" ", "_").lower()
         found[f"lost_{key}"] = statistics.fmean(outcome["lost"] for outcome in of_policy)
-        if policy != "paper":
-            name = "saved_mean" if policy == "default" else f"saved_{key}"
-            found[name] = statistics.fmean(outcome["saved"] for outcome in of_policy)
+        if policy not in ("default", "paper"):
+            found[f"saved_{key}"] = statistics.fmean(outcome["saved"] for outcome in of_policy)
     defaults = {name: outcomes(recording, "default")[0] for name, recording in recordings.items()}
     sft = [outcome for name, outcome in defaults.items() if not is_preference(recordings[name])]
     found["regret_worst_sft"] = max(judged_regret(outcome) for outcome in sft)

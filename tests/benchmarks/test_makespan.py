@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +12,7 @@ import alto
 from alto.records import Gpu, TaskOutcome
 from alto.runs import Attempt, QueueHistory, TaskHistory
 from benchmarks import makespan
+from benchmarks.common import GSM8K
 
 RESULT = TaskOutcome(
     task="a",
@@ -75,3 +78,14 @@ def test_the_cpu_scale_is_eleven_tasks_that_differ() -> None:
     tasks = makespan.PLANS["cpu"].tasks
     assert len(tasks) == len(set(tasks)) == 11
     assert {slots for slots, *_ in tasks} == {1, 2}
+
+
+@pytest.mark.slow("benchmarks")
+@pytest.mark.filterwarnings("ignore")
+def test_the_smallest_scale_passes_its_gate(tmp_path: Path) -> None:
+    if not GSM8K.exists():
+        pytest.skip(f"needs word problems at {GSM8K}")
+    assert makespan.main(["--scale", "smoke", "--out", str(tmp_path)]) == 0
+    found = json.loads((tmp_path / "makespan-smoke.json").read_text(encoding="utf-8"))
+    assert found["gate"] == "passed"
+    assert set(makespan.GOALS) <= set(found["figures"])

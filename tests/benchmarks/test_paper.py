@@ -57,6 +57,13 @@ def test_what_measures_and_draws_is_there(name: str) -> None:
             assert f"\ndef {wanted}(" in Path(str(found.origin)).read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize("name", sorted(set(EXPERIMENTS) - set(ON_RECORDINGS)))
+def test_a_test_reads_what_the_smallest_scale_gives(name: str) -> None:
+    file = f"{EXPERIMENTS[name].topic}-smoke.json"
+    tests = Path(__file__).parent.glob("test_*.py")
+    assert any(file in test.read_text(encoding="utf-8") for test in tests), f"expected a test that reads {file}"
+
+
 def test_a_recording_that_misses_its_best_job_fails_the_gate(recording: Recording) -> None:
     job = min(recording.jobs, key=lambda job: min(loss for _, loss in job.evaluations))
     early = tuple((step - 1, loss) for step, loss in job.evaluations)
