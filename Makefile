@@ -57,12 +57,12 @@ format: $(VENV)/.dev ## Put the code into the house style
 
 .PHONY: docs
 docs: $(VENV)/.dev ## Write the generated pages anew: docs/{reference,events,benchmarks,paper,chat-templates,models}.md
-	$(BIN)/python tools/make_reference.py
-	$(BIN)/python tools/make_event_docs.py
-	$(BIN)/python tools/make_benchmark_docs.py
-	$(BIN)/python tools/make_kernel_docs.py
-	$(BIN)/python tools/make_template_docs.py
-	$(BIN)/python tools/make_model_docs.py
+	$(BIN)/python -m tools.make_reference
+	$(BIN)/python -m tools.make_event_docs
+	$(BIN)/python -m tools.make_benchmark_docs
+	$(BIN)/python -m tools.make_kernel_docs
+	$(BIN)/python -m tools.make_template_docs
+	$(BIN)/python -m tools.make_model_docs
 
 .PHONY: bench-smoke
 bench-smoke: $(VENV)/.bench ## Set up, then run every benchmark at its smallest scale
@@ -71,7 +71,7 @@ bench-smoke: $(VENV)/.bench ## Set up, then run every benchmark at its smallest 
 .PHONY: bench-paper
 bench-paper: $(VENV)/.bench ## Set up, then measure the paper's tables and figures (resumes where it was killed)
 	$(BIN)/python -m benchmarks.paper all --scale cpu
-	$(BIN)/python tools/make_benchmark_docs.py
+	$(BIN)/python -m tools.make_benchmark_docs
 
 .PHONY: bench-gpu
 # With the Python that is at hand, and nothing installed: machines with a GPU bring their own torch. In commands of a few

@@ -1,8 +1,8 @@
 """Compile every Triton kernel in every configuration it can be launched with, on a machine that needs no GPU, and
 write what each takes of one to ``docs/kernels-compiled.md``.
 
-    python tools/compile_kernels.py
-    python tools/compile_kernels.py --check --arch 90 --narrow 16 64 --dtypes bfloat16-float32
+    python -m tools.compile_kernels
+    python -m tools.compile_kernels --check --arch 90 --narrow 16 64 --dtypes bfloat16-float32
 
 With ``--check`` nothing is written: the configurations named are compiled and compared with the page. Figures depend on
 the compiler, so they are compared under the Triton version of the page only; a spill or too much shared memory fails
@@ -28,8 +28,6 @@ os.environ.pop("TRITON_INTERPRET", None)
 
 import torch
 import triton
-from layer_builds import LayerBuild, layer_builds
-from occupancy import resident_programs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -53,6 +51,8 @@ from alto.kernels.triton_kernels.dy import dy_kernel
 from alto.kernels.triton_kernels.expand import dx_kernel, expand_kernel
 from alto.kernels.triton_kernels.norms import square_sums_kernel, summed_norms_kernel, total_norms_kernel
 from alto.kernels.triton_kernels.shrink import shrink_kernel
+from tools.layer_builds import LayerBuild, layer_builds
+from tools.occupancy import resident_programs
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "kernels-compiled.md"
 

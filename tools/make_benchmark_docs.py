@@ -1,7 +1,7 @@
 """Write ``docs/paper.md``, its pictures, ``docs/benchmarks.md``, and the figures in pages written by hand, from the
 result files in ``benchmarks/results``.
 
-    python tools/make_benchmark_docs.py
+    python -m tools.make_benchmark_docs
 
 A figure stands in a page only because it stands in a result file, and in one page only; ``benchmarks/notes`` says what
 the figures mean.
@@ -11,19 +11,17 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from benchmarks.common import RESULTS_DIR, goal_reached, provenance
+from benchmarks.paper.curves import Found
+from benchmarks.paper.experiments import EXPERIMENTS, OTHERS, PAPER, Experiment, load
+from benchmarks.paper.pictures import write_picture
+from tools.measured_blocks import with_blocks
 
-from benchmarks.common import RESULTS_DIR, goal_reached, provenance  # noqa: E402
-from benchmarks.paper.curves import Found  # noqa: E402
-from benchmarks.paper.experiments import EXPERIMENTS, OTHERS, PAPER, Experiment, load  # noqa: E402
-from benchmarks.paper.pictures import write_picture  # noqa: E402
-from tools.measured_blocks import with_blocks  # noqa: E402
+ROOT = Path(__file__).resolve().parent.parent
 
 NOTES = ROOT / "benchmarks" / "notes"
 DOCS = ROOT / "docs"

@@ -1,6 +1,6 @@
 """Write ``docs/events.md`` from the classes in ``alto.runs.events``: every event, its fields, their types and meanings.
 
-python tools/make_event_docs.py
+python -m tools.make_event_docs
 """
 
 from __future__ import annotations

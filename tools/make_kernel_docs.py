@@ -1,7 +1,7 @@
 """Write ``docs/kernels.md``: what each kernel of a training step must move and multiply, the time predicted for it on a
 GPU, and the measured one beside it where there is one.
 
-    python tools/make_kernel_docs.py
+    python -m tools.make_kernel_docs
 
 A number stands in the page only because it stands in ``tools/results/kernels-model.json`` or
 ``benchmarks/results/kernels-gpu.json``.
@@ -10,16 +10,14 @@ A number stands in the page only because it stands in ``tools/results/kernels-mo
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from benchmarks.common import RESULTS_DIR, goal_reached, provenance
+from tools import RESULTS_DIR as COMPUTED_DIR
 
-from benchmarks.common import RESULTS_DIR, goal_reached, provenance  # noqa: E402
-from tools import RESULTS_DIR as COMPUTED_DIR  # noqa: E402
+ROOT = Path(__file__).resolve().parent.parent
 
 PAGE = ROOT / "docs" / "kernels.md"
 

@@ -1,6 +1,6 @@
 """Write ``docs/models.md`` from ``tools/results/architectures-cpu.json``.
 
-    python tools/make_model_docs.py
+    python -m tools.make_model_docs
 
 A class stands in the table as what the sweep found; the words around it are here.
 """

@@ -1,6 +1,6 @@
 """Write ``benchmarks/kernels/gsm8k_lengths.json``: how long GSM8K's first training rows are under two tokenizers.
 
-    python tools/make_row_lengths.py GSM8K_TRAIN_JSONL GPT2_FOLDER
+    python -m tools.make_row_lengths GSM8K_TRAIN_JSONL GPT2_FOLDER
 
 with GSM8K's ``train.jsonl`` and a folder with GPT-2's ``encoder.json.gz`` and ``vocab.bpe.gz``.
 """
@@ -12,8 +12,6 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.kernels.lengths import FILE, RowLength
 

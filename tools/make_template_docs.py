@@ -1,6 +1,6 @@
 """Write ``docs/chat-templates.md``: which tokens ALTO trains under well-known chat templates, beside TRL's masks.
 
-    python tools/make_template_docs.py
+    python -m tools.make_template_docs
 
 Templates are read from the installed ``trl``; the tokenizer is alto-tiny's with each template's special tokens added.
 The script fails where a difference has no reason in :data:`REASONS`. The last section says what ``python -m
@@ -14,7 +14,6 @@ import io
 import json
 import logging
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -32,11 +31,9 @@ from alto.data.encode import EncodedRow, encode_conversation
 from alto.data.formats import find_layout
 from alto.data.rows import RawRow
 from alto.errors import DataError
+from benchmarks.common import provenance
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.common import provenance  # noqa: E402
 
 RESULT = ROOT / "tools" / "results" / "templates-cpu.json"
 PAGE = ROOT / "docs" / "chat-templates.md"

@@ -2,7 +2,7 @@
 
 Prints the numbers for ``MEASURED_EXIT_SHARES`` in ``src/alto/spec/simulation.py``::
 
-    python tools/measure_exit_shares.py
+    python -m tools.measure_exit_shares
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Measure the memory and the speed of a task's data in memory and on disk (``token_cache``).
 
-    python tools/measure_token_cache.py [--megabytes 32]
+    python -m tools.measure_token_cache [--megabytes 32]
 
 Makes a file of random words, and, in a process of its own for every way, reads it, tokenises it and collates every row
 of one epoch in batches. Prints a row for each: the largest resident memory above that of the process before, and rows a

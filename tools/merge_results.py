@@ -1,7 +1,7 @@
 """Put the pieces of a benchmark that several commands have written, perhaps each on a machine of its own, into one
 result file.
 
-    python tools/merge_results.py kernels --scale gpu FOLDER...
+    python -m tools.merge_results kernels --scale gpu FOLDER...
 
 All must come from one commit, one kind of machine and the same versions. Where a piece lies in several folders, the
 latest counts. Pieces that were measured where there was no git get this checkout's commit, if its source is the one
@@ -12,16 +12,14 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from benchmarks.common import RESULTS_DIR, SCALES, Result, commit_id, source_digest
+from benchmarks.pieces import UNKNOWN, Piece, Study, assemble, origin_of, read_pieces, write_piece
 
-from benchmarks.common import RESULTS_DIR, SCALES, Result, commit_id, source_digest  # noqa: E402
-from benchmarks.pieces import UNKNOWN, Piece, Study, assemble, origin_of, read_pieces, write_piece  # noqa: E402
+ROOT = Path(__file__).resolve().parent.parent
 
 STUDIES = {
     "kernels": "benchmarks.kernels.program",

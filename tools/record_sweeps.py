@@ -4,9 +4,9 @@ Each recording has its own training, validation and test rows; nothing is traine
 It is made in parts of 8 to 16 jobs, each a run of its own; a part that is on disk is not made again. ``--list`` shows
 the recordings. Those on ``alto-small`` need its folder, made by::
 
-    python tools/train_base.py --size small --data ../shared/data --output build/alto-small
+    python -m tools.train_base --size small --data ../shared/data --output build/alto-small
 
-    python tools/record_sweeps.py --data ../shared/data --small build/alto-small --only gsm8k-warmup
+    python -m tools.record_sweeps --data ../shared/data --small build/alto-small --only gsm8k-warmup
 
 A part takes 10 to 25 minutes of a quiet core: most of it are evaluations.
 """

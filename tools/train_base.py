@@ -4,8 +4,8 @@ A Llama-architecture causal LM of about one (or ten) million parameters, its byt
 template, trained from scratch on public-domain books and short reasoning chains. The recipe and the held-out
 losses are written into the model card, so that the folder says by itself how it came to be.
 
-    python tools/train_base.py --data ../shared/data --output src/alto/assets/alto-tiny
-    python tools/train_base.py --size small --data ../shared/data --output build/alto-small
+    python -m tools.train_base --data ../shared/data --output src/alto/assets/alto-tiny
+    python -m tools.train_base --size small --data ../shared/data --output build/alto-small
 
 Needs about half an hour (an hour) on two CPU cores. GSM8K is never read: adapters are tuned and judged on it.
 """

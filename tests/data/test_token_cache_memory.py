@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 
 from alto.data import IGNORED, DataOrder, Span
 from alto.data.token_files import TokenWriter, open_rows
+from tools import measure_token_cache as tool
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_MIB = 8
 NUM_ROWS, NUM_TOKENS = 2000, 5000
 MEASURING = """
 import dataclasses, json, pathlib, sys
-import measure_token_cache as tool
+from tools import measure_token_cache as tool
 from alto.data import token_files
 token_files._RESIDENT_BYTES = tool.MIB
 found = tool.measure(pathlib.Path(sys.argv[1]), int(sys.argv[2]) * tool.MIB)
@@ -29,20 +28,7 @@ print(json.dumps([dataclasses.asdict(one) for one in found]))
 """
 
 
-@pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("measure_token_cache", ROOT / "tools" / "measure_token_cache.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_reading_holds_a_bounded_part_of_the_files(
-    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reading_holds_a_bounded_part_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 40 MiB of tokens and 8 MiB of masks, all of which are read in the order of an epoch."""
     writer = TokenWriter(tmp_path / "rows")
     ids_T = torch.arange(NUM_TOKENS)
@@ -51,12 +37,12 @@ def test_reading_holds_a_bounded_part_of_the_files(
         writer.add(ids_T, targets_T, (Span(NUM_TOKENS),))
     writer.rows()
     monkeypatch.setattr("alto.data.token_files._RESIDENT_BYTES", tool.MIB)
-    assert _growth(tool, tmp_path / "rows") < 12 * tool.MIB
+    assert _growth(tmp_path / "rows") < 12 * tool.MIB
     monkeypatch.setattr("alto.data.token_files._RESIDENT_BYTES", 10**12)
-    assert _growth(tool, tmp_path / "rows") > 40 * tool.MIB, "what is read stays resident where nothing gives it back"
+    assert _growth(tmp_path / "rows") > 40 * tool.MIB, "what is read stays resident where nothing gives it back"
 
 
-def _growth(tool: ModuleType, folder: Path) -> int:
+def _growth(folder: Path) -> int:
     """Bytes that a process of its own holds more, at most, when it has read every row of an epoch."""
     result = folder.parent / "growth"
     child = os.fork()
@@ -78,12 +64,12 @@ def _growth(tool: ModuleType, folder: Path) -> int:
 
 
 @pytest.mark.slow("benchmarks")
-def test_memory_does_not_grow_with_the_data(tool: ModuleType, tmp_path: Path) -> None:
+def test_memory_does_not_grow_with_the_data(tmp_path: Path) -> None:
     """In memory are 16 bytes a token; on disk, a part of every file, and what libraries take at their first use, which
     both have. Measured in a new process: in this one other tests have left memory that is free to use."""
     done = subprocess.run(
         [sys.executable, "-c", MEASURING, str(tmp_path), str(NUM_MIB)],
-        cwd=ROOT / "tools",
+        cwd=ROOT,
         stdout=subprocess.PIPE,
         check=True,
     )

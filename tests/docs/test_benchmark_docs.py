@@ -2,44 +2,31 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 from datetime import datetime
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 pytest.importorskip("matplotlib", reason="the pictures need the bench extra: pip install -e '.[bench]'")
 
 from benchmarks.paper.experiments import EXPERIMENTS
+from tools import make_benchmark_docs as generator
 
 ROOT = Path(__file__).resolve().parents[2]
 ROUND_BEGAN = datetime.fromisoformat("2026-11-22T06:30:00+00:00")
 """When the work on the next version began."""
-TO_BE_MEASURED_AGAIN = {"adapter_parallel-cpu", "colocation-cpu", "generate-cpu", "memory-cpu", "shared_prompts-cpu"}
+TO_BE_MEASURED_AGAIN = {"colocation-cpu", "generate-cpu", "memory-cpu", "shared_prompts-cpu"}
 """Results that are older, or of a source that is no commit; no other may be."""
 
 
-@pytest.fixture(name="generator")
-def load_generator() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_benchmark_docs", ROOT / "tools" / "make_benchmark_docs.py")
-    assert spec is not None
-    assert spec.loader is not None
-    generator = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(generator)
-    return generator
-
-
-def test_the_pages_are_generated_from_the_results_as_they_are(generator: ModuleType) -> None:
+def test_the_pages_are_generated_from_the_results_as_they_are() -> None:
     for file, text in generator.pages().items():
-        assert file.read_text(encoding="utf-8") == text, "run python tools/make_benchmark_docs.py"
+        assert file.read_text(encoding="utf-8") == text, "run python -m tools.make_benchmark_docs"
 
 
-def test_the_pictures_are_those_of_the_page(
-    generator: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_pictures_are_those_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = generator.pages()[ROOT / "docs" / "paper.md"]
     named = {line.partition("(paper/")[2].rstrip(")") for line in page.splitlines() if line.startswith("![")}
     assert named == {path.name for path in generator.PICTURES.iterdir()}
@@ -51,7 +38,7 @@ def test_the_pictures_are_those_of_the_page(
     assert set(once) == named
 
 
-def test_every_result_file_and_every_note_has_its_section(generator: ModuleType) -> None:
+def test_every_result_file_and_every_note_has_its_section() -> None:
     results = {file.stem for file in generator.RESULTS_DIR.glob("*.json")}
     known = {f"{found.topic}-{scale}" for found in EXPERIMENTS.values() for scale in found.scales}
     assert results <= known
@@ -63,7 +50,7 @@ def test_no_result_stands_in_two_pages_or_sections() -> None:
     assert len(files) == len(set(files))
 
 
-def test_no_figure_is_older_than_this_round(generator: ModuleType) -> None:
+def test_no_figure_is_older_than_this_round() -> None:
     old = set[str]()
     for file in generator.RESULTS_DIR.glob("*.json"):
         result = json.loads(file.read_text(encoding="utf-8"))
@@ -78,7 +65,7 @@ def test_no_figure_is_older_than_this_round(generator: ModuleType) -> None:
     assert old == TO_BE_MEASURED_AGAIN
 
 
-def test_figures_in_pages_written_by_hand_are_made_from_the_results(generator: ModuleType, tmp_path: Path) -> None:
+def test_figures_in_pages_written_by_hand_are_made_from_the_results(tmp_path: Path) -> None:
     """Each number between the marks changes with its result file."""
     page = (ROOT / "README.md").read_text(encoding="utf-8")
     for file in generator.RESULTS_DIR.glob("*.json"):

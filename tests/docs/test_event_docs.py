@@ -3,30 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-from pathlib import Path
-from types import ModuleType
 from typing import get_args
 
 from alto.runs.events import WIRE_NAMES, QueueEvent, RunEvent
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def load_generator() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_event_docs", ROOT / "tools" / "make_event_docs.py")
-    assert spec is not None
-    assert spec.loader is not None
-    generator = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(generator)
-    return generator
-
-
-generator = load_generator()
+from tools import make_event_docs as generator
 
 
 def test_the_page_is_generated_from_the_classes_as_they_are() -> None:
-    assert generator.PAGE.read_text(encoding="utf-8") == generator.page(), "run python tools/make_event_docs.py"
+    assert generator.PAGE.read_text(encoding="utf-8") == generator.page(), "run python -m tools.make_event_docs"
 
 
 def test_every_field_has_a_meaning_and_nothing_else_has() -> None:

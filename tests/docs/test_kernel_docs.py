@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 from pathlib import Path
 
 import pytest
 
+from tools import make_kernel_docs as tool
+
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "kernels.md"
 
 
-def test_the_page_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    assert importlib.import_module("make_kernel_docs").page() == PAGE.read_text(encoding="utf-8")
+def test_the_page_is_current() -> None:
+    assert tool.page() == PAGE.read_text(encoding="utf-8")
 
 
 def test_every_kernel_of_every_group_is_there() -> None:
@@ -25,8 +25,6 @@ def test_every_kernel_of_every_group_is_there() -> None:
 
 
 def test_what_was_measured_stands_beside_what_was_predicted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    tool = importlib.import_module("make_kernel_docs")
     common = {"table": "op", "model": "1b", "batch_size": 1}
     rows = [
         common | {"op": "grouped_shrink", "shape": "2048 × 2048+512+512", "median_us": 11.25},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,20 +20,10 @@ from alto.executor import assembly
 from alto.lora import AdapterBank, BankLayout
 from alto.runs import Action, JournalEntry, Mailbox, RunDir, read_entries
 from alto.runs.events import GpusOffered, JobAdded, JobEvaluated, KernelsCompiled, RunEvent, RungScored, ShareReceived
+from tools.make_reference import page as reference
+from tools.make_reference.runs import EVIDENCE, exits, run_section
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def load_generator() -> Any:
-    spec = importlib.util.spec_from_file_location("make_reference", ROOT / "tools" / "make_reference.py")
-    assert spec is not None
-    assert spec.loader is not None
-    generator = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(generator)
-    return generator
-
-
-reference = load_generator()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +106,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def test_the_page_is_generated_from_the_code_as_it_is() -> None:
-    assert reference.PAGE.read_text(encoding="utf-8") == reference.page(), "run python tools/make_reference.py"
+    assert reference.PAGE.read_text(encoding="utf-8") == reference.page(), "run python -m tools.make_reference"
 
 
 def test_every_key_has_a_meaning_in_plain_words() -> None:
@@ -142,12 +131,12 @@ def test_a_run_writes_every_event_and_no_other(run: Run) -> None:
 
 
 def test_every_number_of_an_exit_is_explained() -> None:
-    exits = reference.exits()
-    assert len(exits) == 7
-    assert {key for _, decision in exits for key in decision.evidence} == set(reference.EVIDENCE)
+    found = exits()
+    assert len(found) == 7
+    assert {key for _, decision in found for key in decision.evidence} == set(EVIDENCE)
 
 
 def test_the_run_directory_is_drawn_as_it_is(run: Run) -> None:
-    drawn = reference.run_section()
+    drawn = run_section()
     for path in run.folder.iterdir():
         assert re.search(rf"^    {re.escape(path.name)}\b", drawn, re.MULTILINE), path.name

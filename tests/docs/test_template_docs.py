@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,22 +12,13 @@ pytest.importorskip("trl", reason="needs the peers: pip install -r benchmarks/pe
 
 import trl
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 @pytest.fixture(scope="module")
 def generator() -> Any:
-    spec = importlib.util.spec_from_file_location("make_template_docs", ROOT / "tools" / "make_template_docs.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # trl's own
-        import sys
-
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
-    return module
+        from tools import make_template_docs
+    return make_template_docs
 
 
 def test_the_page_is_what_both_libraries_do(generator: Any) -> None:
@@ -38,7 +27,7 @@ def test_the_page_is_what_both_libraries_do(generator: Any) -> None:
     assert said is not None
     if said[1] != trl.__version__:
         pytest.skip(f"the page was written with trl {said[1]}, installed is {trl.__version__}")
-    assert written == generator.page(), "run python tools/make_template_docs.py"
+    assert written == generator.page(), "run python -m tools.make_template_docs"
 
 
 def test_every_reply_is_trained_under_every_template(generator: Any) -> None:

@@ -96,7 +96,8 @@ def test_more_columns_than_a_program_takes_are_hashed_once_more(hashed: Counter[
 
 COUNT_MULTIPLICATIONS = """
 import sys
-import compile_kernels, triton
+import triton
+from tools import compile_kernels
 from triton.backends.compiler import GPUTarget
 for build in compile_kernels.builds([90], [64], ["bfloat16-float32"]):
     if build.dropout and not build.split:
@@ -112,10 +113,9 @@ for build in compile_kernels.builds([90], [64], ["bfloat16-float32"]):
 def test_compiled_no_thread_hashes_what_another_one_does(tmp_path: Path) -> None:
     """Tiles of 64 narrow columns are compiled for two ranks, and those of dx once more for ranks above 64; each has the
     hashes of its own elements, and a few of tokens."""
-    tools = Path(__file__).parents[2] / "tools"
     done = subprocess.run(
         [sys.executable, "-c", COUNT_MULTIPLICATIONS],
-        cwd=tools,
+        cwd=Path(__file__).parents[2],
         env={key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
         | {"TRITON_CACHE_DIR": str(tmp_path)},
         capture_output=True,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 import subprocess
@@ -11,6 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from tools.occupancy import resident_programs
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "kernels-compiled.md"
@@ -28,7 +29,8 @@ def compile_kernels(cache: Path, *options: str, arch: str = "90") -> subprocess.
     # The tiles of usual ranks; the dtypes are the default's.
     chosen = ["--arch", arch, "--narrow", "64", "--dtypes", "bfloat16-float32"]
     return subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "compile_kernels.py"), *chosen, *options],
+        [sys.executable, "-m", "tools.compile_kernels", *chosen, *options],
+        cwd=ROOT,
         env=os.environ | {"TRITON_CACHE_DIR": str(cache)},
         capture_output=True,
         text=True,
@@ -106,8 +108,6 @@ def test_the_page_has_every_configuration_and_none_spills() -> None:
     ],
 )
 def test_how_many_programs_a_multiprocessor_holds(
-    registers: int, shared: int, num_warps: int, arch: int, programs: int, monkeypatch: pytest.MonkeyPatch
+    registers: int, shared: int, num_warps: int, arch: int, programs: int
 ) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    found = importlib.import_module("occupancy").resident_programs
-    assert found(registers=registers, shared=shared, num_warps=num_warps, arch=arch) == programs
+    assert resident_programs(registers=registers, shared=shared, num_warps=num_warps, arch=arch) == programs

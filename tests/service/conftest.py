@@ -5,9 +5,13 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from postgres import new_database, running_server
+
+if TYPE_CHECKING:
+    from sites import Site
 
 collect_ignore_glob = [] if all(map(importlib.util.find_spec, ("fastapi", "sqlalchemy", "openai"))) else ["test_*.py"]
 """Machines that only measure have neither the extra ``service`` nor OpenAI's client."""
@@ -26,3 +30,12 @@ def database(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path / 'alto.db'}"
     return new_database(request.getfixturevalue("postgres"))
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """A service with two tenants."""
+    from sites import open_site
+
+    with open_site(tmp_path_factory.mktemp("service")) as found:
+        yield found

@@ -13,14 +13,13 @@ from typing import Any
 
 os.environ.pop("TRITON_INTERPRET", None)  # read when the kernels are imported
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tools"), str(ROOT)]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from compile_kernels import ALIGNED, compile_build  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
+from triton.compiler import ASTSource
 
-from alto.kernels.triton_config import KernelConfig  # noqa: E402
-from benchmarks.baselines.lorafusion_triton import LINEAR_CONFIGS, NARROW_CONFIGS, linear_kernel, narrow_kernel  # noqa: E402
+from alto.kernels.triton_config import KernelConfig
+from benchmarks.baselines.lorafusion_triton import LINEAR_CONFIGS, NARROW_CONFIGS, linear_kernel, narrow_kernel
+from tools.compile_kernels import ALIGNED, compile_build
 
 RANKS = 64
 """The widest of the benchmark."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
@@ -16,13 +15,11 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from tools.carry_wheels import wanted_packages
+
 __all__ = ["ROOT", "gpu_stack"]
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "tools"))  # behind all others: it has packages of common names
-
-from carry_wheels import wanted_packages  # noqa: E402
-
 THERE = ("torch", "triton", "transformers", "peft")
 
 _HIDE = """

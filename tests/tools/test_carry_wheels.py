@@ -8,14 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from tools import carry_wheels
+from tools.carry_wheels import CannotCarryError, Machine, collect
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "tools"))  # behind all others: it has packages of common names
-
-import carry_wheels  # noqa: E402
-from carry_wheels import CannotCarryError, Machine, collect  # noqa: E402
-from packaging.requirements import Requirement  # noqa: E402
-from packaging.version import Version  # noqa: E402
 
 MACHINE = Machine(
     python_version="3.12", platforms=("manylinux_2_28_x86_64",), packages={"torch": "2.11.0", "six": None}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,11 +9,7 @@ import pytest
 
 from alto.early_exit import Recording
 from benchmarks.common import PREFERENCE_PAIRS
-
-ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "tools"))  # behind all others: it has packages of common names
-
-import record_preferences  # noqa: E402
+from tools import record_preferences
 
 
 def test_every_job_is_trained_to_its_end_and_has_accuracies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,11 +9,9 @@ import pytest
 
 from alto import Task
 from alto.early_exit import Recording
+from tools import record_sweeps
 
 ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "tools"))  # behind all others: it has packages of common names
-
-import record_sweeps  # noqa: E402
 
 
 @pytest.mark.parametrize("name", record_sweeps.PLANS)

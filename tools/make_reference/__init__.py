@@ -1,0 +1,1 @@
+"""``docs/reference.md`` from the code: keys of ``alto.spec``, forms of ``alto.data``, commands of ``alto.cli``."""
