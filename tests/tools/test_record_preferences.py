@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("trl", reason="needs the peers: pip install -r benchmarks/peers.txt")
+
 from alto.early_exit import Recording
 from benchmarks.common import PREFERENCE_PAIRS
 from tools import record_preferences
