@@ -12,13 +12,16 @@ from peft import PeftModel
 from benchmarks.baselines.bare_peft import bare_peft_one
 from benchmarks.baselines.job import Evaluation, JobSettings, Prepared
 
-__all__ = ["PRUNERS", "optuna_search"]
+__all__ = ["EARLY_SHARES", "PRUNERS", "optuna_search"]
 
 PRUNERS: Mapping[str, Callable[[], optuna.pruners.BasePruner]] = {
     "hyperband": lambda: optuna.pruners.HyperbandPruner(min_resource=1, max_resource=100, reduction_factor=3),
     "median": optuna.pruners.MedianPruner,
 }
 """Resources are percent of a job's steps; all else as Optuna has it by default."""
+
+EARLY_SHARES = (0.01, 0.03)
+"""Hyperband's first rungs, as shares of a job's steps; the others lie near tenths."""
 
 
 def optuna_search(
@@ -71,6 +74,7 @@ def optuna_search(
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        study = optuna.create_study(sampler=sampler, pruner=PRUNERS[pruner]())
+        # Hyperband deals trials to brackets by the study's name, which is another one each time where none is given.
+        study = optuna.create_study(study_name="sweep", sampler=sampler, pruner=PRUNERS[pruner]())
         study.optimize(objective, callbacks=[stop])
     return samples

@@ -98,7 +98,9 @@ class _Residents:
         losses: list[list[float]] = []
         evaluations: list[list[Evaluation]] = [[] for _ in self._jobs]
         eval_s = 0.0
+        samples = [0] * len(self._jobs)
         for step, rows_J in enumerate(self._rows(total_steps), start=1):
+            samples = [count + len(rows) for count, rows in zip(samples, rows_J, strict=True)]
             losses.append(self._losses(self._train, rows_J, is_training=True))
             self._adapters.update()
             scheduler.step()
@@ -118,7 +120,7 @@ class _Residents:
                 eval_s=eval_s / number,
                 train_losses=tuple(row[index] for row in losses),
                 evaluations=tuple(evaluations[index]),
-                samples=math.ceil(first.num_train_epochs * len(self._train)),
+                samples=samples[index],
             )
             for index, job in enumerate(self._jobs)
         }

@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from unittest import mock
 
 import torch
 
@@ -153,8 +151,7 @@ def measure(size: Size, model: str, data: Path, folder: Path) -> Measured:
 
 def tuned(task: Task, judges: dict[str, Judge], output_dir: Path) -> Tuned:
     """What ``alto tune`` does for a user who has never asked this base about these pairs."""
-    with tempfile.TemporaryDirectory() as cache, mock.patch.dict(os.environ, ALTO_CACHE=cache):
-        result, duration_s = tune(task, output_dir)
+    result, duration_s = tune(task, output_dir)
     return Tuned(
         result=result,
         duration_s=duration_s,

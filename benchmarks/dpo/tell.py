@@ -22,6 +22,10 @@ def figures(measured: Measured) -> dict[str, float]:
     batched, early_exit = measured.batched[measured.first_seed], measured.early_exit[measured.first_seed]
     deltas = accuracy_deltas(measured)
     paper = measured.replayed(EarlyExit(policy="paper"))
+    loss_ratios = [
+        measured.early_exit[seed].result.best_validation_loss / measured.batched[seed].result.best_validation_loss
+        for seed in measured.batched
+    ]
     return {
         "batched_over_sequential": measured.sequential_s / batched.duration_s,
         "early_exit_over_sequential": measured.sequential_s / early_exit.duration_s,
@@ -29,7 +33,8 @@ def figures(measured: Measured) -> dict[str, float]:
         "accuracy_delta_worst_points": max(map(abs, deltas)),
         "batched_accuracy": _mean_accuracy(measured.batched),
         "early_exit_accuracy": _mean_accuracy(measured.early_exit),
-        "best_loss_ratio": early_exit.result.best_validation_loss / batched.result.best_validation_loss,
+        "best_loss_ratio": statistics.mean(loss_ratios),
+        "best_loss_ratio_worst": max(loss_ratios),
         "best_loss_over_sequential": early_exit.result.best_validation_loss
         / min(map(best_loss, measured.sequential.values())),
         "samples_saved": _mean(tuned.result.samples_saved for tuned in measured.early_exit.values()),

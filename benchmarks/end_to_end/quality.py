@@ -23,7 +23,7 @@ from transformers import AutoConfig
 from alto import Engine
 from alto.backbone import resolve_model
 from benchmarks.baselines.job import prepare
-from benchmarks.common import measured_rows, publish_figures
+from benchmarks.common import Part, forget_parts, measured_rows, publish_figures
 from benchmarks.end_to_end.gate import adapter_loss, tolerance_of
 from benchmarks.end_to_end.plans import Size, chosen, make_task, parser_of, splits_of
 
@@ -42,15 +42,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser_of(__doc__).parse_args(arguments)
     torch.set_num_threads(options.threads)
     size, model, datasets = chosen(options)
-    rows, failures = measured_rows(
-        options.out,
-        {
-            f"quality-{options.scale}-{name}-{seed}-{Path(model).name}": partial(measure, name, size, model, file, seed)
-            for name, file in datasets.items()
-            for seed in SEEDS[options.scale]
-        },
-    )
-    return publish_figures(
+    parts = {
+        f"quality-{options.scale}-{name}-{seed}": Part(
+            measure=partial(measure, name, size, model, file, seed), inputs=(resolve_model(model), file)
+        )
+        for name, file in datasets.items()
+        for seed in SEEDS[options.scale]
+    }
+    rows, failures = measured_rows(options.out, parts)
+    code = publish_figures(
         options,
         "quality",
         gate_failures=failures,
@@ -65,6 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "the batch size open but says that small ones are better: 4.",
         ],
     )
+    if code == 0:
+        forget_parts(options.out, parts)
+    return code
 
 
 def recommended(model: str, factor: float) -> dict[str, dict[str, Any]]:

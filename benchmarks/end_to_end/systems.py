@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
+import os
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest import mock
 
 import optuna
 from peft import PeftModel
 
 from alto import EarlyExit, Engine, Task, TaskResult
 from alto.early_exit import Recording, evaluation_steps
-from alto.records import JobResult
+from alto.records import JobResult, Rung
 from alto.runs import read_entries
 from alto.spec import Job
+from benchmarks.baselines import optuna_peft, ray_peft
 from benchmarks.baselines.best import BestAdapter
 from benchmarks.baselines.job import BaselineJob, Evaluation, JobSettings, Prepared
 from benchmarks.baselines.optuna_peft import optuna_search
@@ -102,13 +106,14 @@ class Sweep:
             jobs={job.id: jobs[job.id] for job in self.task.jobs},
         )
 
-    def steps_of(self, job: Job, *, with_rungs: bool = False) -> tuple[int, ...]:
-        """The steps after which a job is evaluated: the same in every system, and at the rungs of the default policy
-        where jobs may be stopped."""
-        return self._steps(JobSettings.of(job.config.model_dump()), with_rungs=with_rungs)
+    def steps_of(self, job: Job, early: Sequence[float] = ()) -> tuple[int, ...]:
+        """The steps after which a job is evaluated: the same in every system, and ``early`` shares of its steps where a
+        system may stop it there."""
+        return self._steps(JobSettings.of(job.config.model_dump()), early)
 
-    def _steps(self, settings: JobSettings, *, with_rungs: bool) -> tuple[int, ...]:
-        return eval_steps(self.task, settings, len(self.prepared.train), with_rungs=with_rungs)
+    def _steps(self, settings: JobSettings, early: Sequence[float]) -> tuple[int, ...]:
+        rungs = [Rung(progress=share, keep=1.0) for share in early]
+        return evaluation_steps(settings.total_steps(len(self.prepared.train)), self.task.eval_steps, rungs)
 
     def _in_batches(self, way: str) -> Outcome:
         began = time.perf_counter()
@@ -143,17 +148,16 @@ class Sweep:
         )
 
     def _ray_asha(self) -> Outcome:
-        began = time.perf_counter()
         found = ray_asha(
             self.prepared,
             [job.config.model_dump() for job in self.task.jobs],
-            eval_at_steps=[self.steps_of(job, with_rungs=True) for job in self.task.jobs],
+            eval_at_steps=[self.steps_of(job, ray_peft.EARLY_SHARES) for job in self.task.jobs],
             concurrent_trials=self.size.concurrent_trials,
             folder=self.folder,
         )
         return Outcome(
             system="ray_asha",
-            duration_s=self.prepared.duration_s + time.perf_counter() - began,
+            duration_s=self.prepared.duration_s + found.duration_s,
             loss=found.loss,
             samples=found.samples,
             adapter=found.adapter,
@@ -174,7 +178,7 @@ class Sweep:
             lambda trial: configs[trial.suggest_categorical("number", grid)],
             sampler=optuna.samplers.GridSampler({"number": grid}, seed=DATA_SEED),
             pruner=pruner,
-            eval_at_steps=lambda settings: self._steps(settings, with_rungs=True),
+            eval_at_steps=lambda settings: self._steps(settings, optuna_peft.EARLY_SHARES),
             on_evaluation=keep,
         )
         return Outcome(
@@ -187,10 +191,11 @@ class Sweep:
 
 
 def tune(task: Task, output_dir: Path) -> tuple[TaskResult, float]:
-    """What ``alto tune`` does, and how long it takes, seconds."""
-    began = time.perf_counter()
-    result = Engine(output_dir=output_dir).tune(task)
-    return result, time.perf_counter() - began
+    """What ``alto tune`` does with an empty cache once it is imported, and how long it takes, seconds."""
+    with tempfile.TemporaryDirectory() as cache, mock.patch.dict(os.environ, ALTO_CACHE=cache):
+        began = time.perf_counter()
+        result = Engine(output_dir=output_dir).tune(task)
+        return result, time.perf_counter() - began
 
 
 def observed(task: Task) -> Task:
@@ -199,10 +204,9 @@ def observed(task: Task) -> Task:
     return task.replace(early_exit=EarlyExit(rungs=rungs, detect_divergence=False, detect_overfitting=False))
 
 
-def eval_steps(task: Task, settings: JobSettings, num_train: int, *, with_rungs: bool = True) -> tuple[int, ...]:
-    """When a job is evaluated, at the rungs of its task too or at its ``eval_steps`` alone."""
-    rungs = task.early_exit.selection_rungs if with_rungs else ()
-    return evaluation_steps(settings.total_steps(num_train), task.eval_steps, rungs)
+def eval_steps(task: Task, settings: JobSettings, num_train: int) -> tuple[int, ...]:
+    """When a job is evaluated, the rungs of its task included."""
+    return evaluation_steps(settings.total_steps(num_train), task.eval_steps, task.early_exit.selection_rungs)
 
 
 def best_loss(job: BaselineJob) -> float:

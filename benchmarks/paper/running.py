@@ -32,7 +32,7 @@ def run_one(name: str, scale: str, folder: Path, options: Sequence[str] = ()) ->
     else:
         code = _on_recordings(experiment, scale, folder)
     if code == 0 and not options:
-        write_file(state, json.dumps(origin(), indent=1) + "\n")
+        write_file(state, json.dumps(origin(_inputs(name)), indent=1) + "\n")
     return code
 
 
@@ -53,6 +53,9 @@ def run_several(names: Sequence[str], scale: str, folder: Path, *, again: bool =
         bar = progress.add_task("", total=len(names))
         for name in names:
             progress.update(bar, description=name)
+            if again:
+                for part in (folder / ".paper").glob(f"{EXPERIMENTS[name].topic}-{scale}-*.json"):
+                    part.unlink()
             if not again and is_done(name, scale, folder):
                 console.print(f"{name}: measured before; --again measures it anew")
             else:
@@ -68,12 +71,12 @@ def run_several(names: Sequence[str], scale: str, folder: Path, *, again: bool =
 
 
 def is_done(name: str, scale: str, folder: Path) -> bool:
-    """Whether its result is there, of this source, machine and set of packages."""
+    """Whether its result is there, of this source, machine and set of packages, and of these recordings."""
     try:
         found = json.loads(_state_file(name, scale, folder).read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
         return False
-    return bool(found == origin()) and (folder / f"{EXPERIMENTS[name].topic}-{scale}.json").exists()
+    return bool(found == origin(_inputs(name))) and (folder / f"{EXPERIMENTS[name].topic}-{scale}.json").exists()
 
 
 def _on_recordings(experiment: Experiment, scale: str, folder: Path) -> int:
@@ -103,6 +106,14 @@ def _in_process(name: str, scale: str, folder: Path, log: Path) -> int:
     )  # fmt: skip
     with log.open("w", encoding="utf-8") as file:
         return subprocess.run(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
+
+
+def _inputs(name: str) -> tuple[Path, ...]:
+    if EXPERIMENTS[name].recorded is None:
+        return ()
+    from benchmarks.paper.recordings import RECORDINGS
+
+    return (RECORDINGS,)
 
 
 def _state_file(name: str, scale: str, folder: Path) -> Path:
