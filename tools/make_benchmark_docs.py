@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,11 +110,17 @@ def _measured(name: str, experiment: Experiment, scale: str) -> str:
             figure,
             *([experiment.paper.get(figure, "")] if is_paper else []),
             "" if goal is None else f"{goal[0]} {goal[1]:g}",
-            "–" if value is None else f"{value:.4g}",
+            "–" if value is None else _digits(value, goal),
             reached,
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, "", *provenance(result), ""])
+
+
+def _digits(value: float, goal: Sequence[Any] | None) -> str:
+    """Four digits, and more where they would read as the goal's bound."""
+    four = f"{value:.4g}"
+    return f"{value:.6g}" if goal is not None and value != goal[1] and float(four) == goal[1] else four
 
 
 def _finite(value: Any) -> Any:

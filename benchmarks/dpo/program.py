@@ -10,7 +10,6 @@ on pairs that nobody has seen.
 
 from __future__ import annotations
 
-import gzip
 import json
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -34,6 +33,7 @@ from benchmarks.dpo.measured import Measured, Tuned
 from benchmarks.dpo.tell import best_loss, figures, notes, rows
 from benchmarks.end_to_end.plans import LEARNING_RATE_FACTOR, PAPER_LEARNING_RATES
 from benchmarks.end_to_end.systems import eval_steps, observed, tune
+from benchmarks.rows import read_rows
 
 SOURCE = "rasbt/"
 """Of the sources of the mixture one that so small a model can learn from: the chosen answer is the more polite one."""
@@ -112,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             figures={} if failures else figures(measured),
             goals=GOALS if options.scale == "cpu" else {},
             rows=[] if failures else rows(measured),
-            notes=[*about(size), *([] if failures else notes(measured))],
+            notes=[*about(size, options.model, options.dataset), *([] if failures else notes(measured))],
         )
     return publish(result, options.out)
 
@@ -197,21 +197,19 @@ def make_task(size: Size, model: str, folder: Path, seed: int) -> Task:
 
 
 def read_pairs(path: Path) -> list[dict[str, str]]:
-    """Pairs of ``SOURCE`` in the file, each prompt once, without those whose replies are alike."""
-    with gzip.open(path, "rt", encoding="utf-8") as lines:
-        pairs = [json.loads(line) for line in lines]
+    """Pairs in the file, each prompt once, without those whose replies are alike; of a mixture those of ``SOURCE``."""
     chosen = {
         pair["prompt"]: {key: pair[key] for key in ("prompt", "chosen", "rejected")}
-        for pair in pairs
-        if pair["source"].startswith(SOURCE) and pair["chosen"].strip() != pair["rejected"].strip()
+        for pair in read_rows(path)
+        if pair.get("source", SOURCE).startswith(SOURCE) and pair["chosen"].strip() != pair["rejected"].strip()
     }
     return list(chosen.values())
 
 
-def about(size: Size) -> list[str]:
+def about(size: Size, model: str, data: Path) -> list[str]:
     """What was run, in sentences."""
     return [
-        f"{size.train} pairs of pref_mix's {SOURCE.rstrip('/')} rows to train on, {size.epochs} epochs; "
+        f"{model}; {size.train} pairs of {data.parent.name}/{data.name} to train on, {size.epochs} epochs; "
         f"{size.validation} to choose by; {size.heldout} held out, on which PEFT judges the winners. beta {BETA} "
         "throughout, because losses under different betas cannot be compared; "
         f"the paper's learning rates times {LEARNING_RATE_FACTOR}.",
