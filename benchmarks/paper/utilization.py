@@ -241,8 +241,9 @@ def draw_utilization(found: Found, axes: Sequence[Axes]) -> None:
             label=f"{model}, batch size {size}",
         )
         alone = [row for row in of if row["system"] == PEFT]
-        of_use.plot([1] * len(alone), [100 * row["device_use"] for row in alone], "x", color=line.get_color())
-    of_use.set_ylabel("% of a large GEMM's FLOP/s (× PEFT)")
+        shares = [100 * row["device_use"] for row in alone]
+        of_use.plot([1] * len(alone), shares, "x", color=line.get_color(), label="… one job with PEFT")
+    of_use.set_ylabel("% of a large GEMM's FLOP/s")
     peaks = [row for row in found.rows if row["table"] == "memory"]
     for model, size in dict.fromkeys((row["model"], row["batch_size"]) for row in peaks):
         of = [row for row in peaks if (row["model"], row["batch_size"]) == (model, size)]
@@ -253,7 +254,7 @@ def draw_utilization(found: Found, axes: Sequence[Axes]) -> None:
         for row in of:
             if row["system"] == PEFT:
                 separate = [number * row["peak_bytes"] / 1e9 for number in numbers]
-                of_memory.plot(numbers, separate, ":", color=line.get_color(), label="… a process each")
+                of_memory.plot(numbers, separate, ":", color=line.get_color(), label="… a process of PEFT each")
     of_memory.set_ylabel("memory, GB")
     of_memory.set_yscale("log")
     for axis in axes:
