@@ -27,7 +27,9 @@ def configure_logs(*, as_json: bool, level: int = logging.INFO) -> None:
 
 
 def _facts_of(record: logging.LogRecord) -> dict[str, Any]:
-    return {key: value for key, value in vars(record).items() if key not in _OWN and value is not None}
+    """What a line says beside its message; names with an underscore in front are those of other packages (Ray's)."""
+    facts = vars(record).items()
+    return {key: value for key, value in facts if key not in _OWN and not key.startswith("_") and value is not None}
 
 
 class _JsonLines(logging.Formatter):
