@@ -33,19 +33,14 @@ __all__ = [
     "RESULTS_DIR",
     "ROOT",
     "SCALES",
-    "Part",
     "Result",
     "Spread",
     "command_line",
     "commit_id",
-    "forget_parts",
     "format_table",
     "goal_reached",
-    "input_digest",
     "machine_info",
-    "measured_rows",
     "option_parser",
-    "origin",
     "package_versions",
     "provenance",
     "publish",
@@ -322,95 +317,6 @@ def format_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> st
         return "  ".join(padded).rstrip()
 
     return "\n".join([line(columns), line(["-" * width for width in widths]), *map(line, cells)])
-
-
-def origin(inputs: Iterable[Path | str] = ()) -> dict[str, Any]:
-    """What a measurement is of: source, machine, packages and inputs, as strict JSON has them.
-
-    Args:
-        inputs: Files and folders, of which the contents count; other names, such as those of the hub, stand for
-            themselves.
-    """
-    found: dict[str, Any] = json.loads(
-        strict_json(
-            {
-                "source": source_digest(),
-                "machine": machine_info(),
-                "versions": package_versions(),
-                "inputs": [input_digest(one) for one in inputs],
-            }
-        )
-    )
-    return found
-
-
-def input_digest(named: Path | str) -> str:
-    """SHA-256 of a file or of all files of a folder; another name is its own digest."""
-    path = Path(named)
-    files = sorted(path.rglob("*")) if path.is_dir() else [path]
-    if not path.exists():
-        return str(named)
-    digest = hashlib.sha256()
-    for file in files:
-        if file.is_file():
-            digest.update(f"{file.relative_to(path.parent).as_posix()}\0".encode())
-            digest.update(hashlib.sha256(file.read_bytes()).digest())
-    return digest.hexdigest()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """A part of a long measurement.
-
-    Attributes:
-        measure: Called with an empty folder; gives rows, and what is wrong.
-        inputs: As of :func:`origin`.
-    """
-
-    measure: Callable[[Path], tuple[Sequence[Mapping[str, Any]], Sequence[str]]]
-    inputs: tuple[Path | str, ...]
-
-
-def measured_rows(folder: Path, parts: Mapping[str, Part]) -> tuple[list[Mapping[str, Any]], list[str]]:
-    """The rows of all parts of a long measurement, and what is wrong with them, as phrases that begin with the part.
-
-    A part with nothing wrong is kept beside the results: a run that is killed does not measure it again.
-
-    Args:
-        folder: Of results.
-        parts: By a name that no other measurement has.
-    """
-    rows, failures = list[Mapping[str, Any]](), list[str]()
-    for name, part in parts.items():
-        found = _kept_rows(folder, name, part)
-        if found is None:
-            with tempfile.TemporaryDirectory() as scratch:
-                found, wrong = part.measure(Path(scratch))
-            failures += [f"{name}: {failure}" for failure in wrong]
-            if not wrong:
-                write_file(_part_file(folder, name), strict_json({"origin": origin(part.inputs), "rows": list(found)}))
-        rows += found
-    return rows, failures
-
-
-def forget_parts(folder: Path, names: Iterable[str]) -> None:
-    """Forget parts that were kept: they stand in a result, and are measured anew the next time."""
-    for name in names:
-        _part_file(folder, name).unlink(missing_ok=True)
-
-
-def _kept_rows(folder: Path, name: str, part: Part) -> Sequence[Mapping[str, Any]] | None:
-    """Those of a part that was measured of this source, machine, set of packages and inputs; else None."""
-    try:
-        found = json.loads(_part_file(folder, name).read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
-        return None
-    rows: list[dict[str, Any]] = found["rows"]
-    return rows if found["origin"] == origin(part.inputs) else None
-
-
-def _part_file(folder: Path, name: str) -> Path:
-    return folder / ".paper" / f"{name}.json"
 
 
 def command_line() -> str:

@@ -24,10 +24,11 @@ import torch
 from alto.backbone import resolve_model
 from benchmarks.baselines.best import BestAdapter
 from benchmarks.baselines.job import prepare
-from benchmarks.common import Part, forget_parts, measured_rows, publish_figures
+from benchmarks.common import publish_figures
 from benchmarks.end_to_end.gate import adapter_loss, baseline_failures, outcome_failures
 from benchmarks.end_to_end.plans import Size, chosen, make_task, parser_of, splits_of
 from benchmarks.end_to_end.systems import Outcome, Sweep, best_loss
+from benchmarks.parts import Part, forget_parts, measured_rows
 
 __all__ = ["GOALS", "main"]
 

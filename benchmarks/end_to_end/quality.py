@@ -23,9 +23,10 @@ from transformers import AutoConfig
 from alto import Engine
 from alto.backbone import resolve_model
 from benchmarks.baselines.job import prepare
-from benchmarks.common import Part, forget_parts, measured_rows, publish_figures
+from benchmarks.common import publish_figures
 from benchmarks.end_to_end.gate import adapter_loss, tolerance_of
 from benchmarks.end_to_end.plans import Size, chosen, make_task, parser_of, splits_of
+from benchmarks.parts import Part, forget_parts, measured_rows
 
 __all__ = ["GOALS", "main", "recommended"]
 

@@ -9,8 +9,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.common import ROOT, Result, origin, publish, write_file
+from benchmarks.common import ROOT, Result, publish, write_file
 from benchmarks.paper.experiments import EXPERIMENTS, Experiment, load
+from benchmarks.parts import origin
 
 __all__ = ["is_done", "run_one", "run_several"]
 

@@ -2,21 +2,16 @@ import json
 import math
 import re
 import subprocess
-from functools import partial
-from pathlib import Path
 
 import pytest
 
 from benchmarks import common
 from benchmarks.common import (
-    Part,
     Result,
     commit_id,
-    forget_parts,
     format_table,
     goal_reached,
     machine_info,
-    measured_rows,
     package_versions,
     publish,
     spread,
@@ -173,52 +168,3 @@ def test_the_source_is_known_by_its_content(tmp_path, monkeypatch):
     common.source_digest.cache_clear()
     assert len(set(digests[:3])) == 3
     assert digests[3] == digests[2]
-
-
-class TestParts:
-    """Parts of a measurement that is killed and begins again."""
-
-    def parts(self, inputs: tuple[Path | str, ...], measured: list[str], broken: str = "") -> dict[str, Part]:
-        def measure(name: str, folder: Path) -> tuple[list[dict[str, str]], list[str]]:
-            assert not list(folder.iterdir())
-            if name == broken:
-                raise KeyboardInterrupt
-            measured.append(name)
-            return [{"part": name}], []
-
-        return {name: Part(measure=partial(measure, name), inputs=inputs) for name in ("a", "b")}
-
-    def test_those_that_were_measured_are_not_measured_again(self, tmp_path: Path) -> None:
-        measured = list[str]()
-        with pytest.raises(KeyboardInterrupt):
-            measured_rows(tmp_path, self.parts((), measured, broken="b"))
-        assert measured_rows(tmp_path, self.parts((), measured)) == ([{"part": "a"}, {"part": "b"}], [])
-        assert measured == ["a", "b"]
-        forget_parts(tmp_path, ["a"])
-        measured_rows(tmp_path, self.parts((), measured))
-        assert measured == ["a", "b", "a"]
-
-    def test_of_other_inputs_they_are_measured_again(self, tmp_path: Path) -> None:
-        rows, model = tmp_path / "train.jsonl", tmp_path / "model"
-        model.mkdir()
-        for number, change in enumerate(
-            [
-                lambda: rows.write_text("1"),
-                lambda: rows.write_text("2"),
-                lambda: (model / "weights").write_bytes(b"1"),
-                lambda: (model / "weights").write_bytes(b"2"),
-            ],
-            start=1,
-        ):
-            change()
-            measured = list[str]()
-            for _ in range(2):
-                measured_rows(tmp_path / "out", self.parts((rows, model), measured))
-            assert measured == ["a", "b"], number
-        measured_rows(tmp_path / "out", self.parts(("owner/model",), measured))
-        assert measured == ["a", "b"] * 2
-
-    def test_one_with_failures_is_not_kept(self, tmp_path: Path) -> None:
-        part = Part(measure=lambda _: ([{"x": 1}], ["wrong"]), inputs=())
-        assert measured_rows(tmp_path, {"a": part}) == ([{"x": 1}], ["a: wrong"])
-        assert not (tmp_path / ".paper").exists()
