@@ -9,6 +9,7 @@ import time
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
@@ -34,10 +35,12 @@ def taken() -> Iterator[int]:
 
 @pytest.fixture
 def loggers() -> Iterator[None]:
-    """Loggers are afterwards what they were before."""
+    """Loggers, and what makes their records, are afterwards what they were before."""
+    factory = logging.getLogRecordFactory()
     found = [logging.getLogger(name) for name in ("", "alto.service", "uvicorn.error")]
     before = [(logger.handlers, logger.propagate, logger.level) for logger in found]
     yield
+    logging.setLogRecordFactory(factory)
     for logger, (handlers, propagate, level) in zip(found, before, strict=True):
         logger.handlers, logger.propagate = handlers, propagate
         logger.setLevel(level)
@@ -64,14 +67,20 @@ def test_all_addresses_of_a_name_have_one_port() -> None:
         assert len({each.getsockname()[1] for each in sockets}) == 1
 
 
+def record_with_a_time_of_ray(*arguments: Any, **keywords: Any) -> logging.LogRecord:
+    record = logging.LogRecord(*arguments, **keywords)
+    vars(record)["_ray_timestamp_ns"] = 7
+    return record
+
+
 @pytest.mark.parametrize("as_json", [True, False])
 def test_warnings_of_other_packages_are_lines_of_the_log(
     capsys: pytest.CaptureFixture[str], loggers: None, *, as_json: bool
 ) -> None:
+    # Ray, once imported, makes the records of its process, and gives each a time of its own.
+    logging.setLogRecordFactory(record_with_a_time_of_ray)
     configure_logs(as_json=as_json)
-    # Ray gives every record a time of its own.
-    extra = {"_ray_timestamp_ns": 7}
-    logging.getLogger("python_multipart.multipart").warning("Expected boundary character %d", 45, extra=extra)
+    logging.getLogger("python_multipart.multipart").warning("Expected boundary character %d", 45)
     logging.getLogger("python_multipart.multipart").info("parsed")
     (line,) = capsys.readouterr().err.splitlines()
     if as_json:
