@@ -24,6 +24,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from alto.errors import ModelError
 from alto.version import version_of
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "provenance",
     "publish",
     "publish_figures",
+    "readable_model",
     "source_digest",
     "spread",
     "strict_json",
@@ -192,19 +194,37 @@ def option_parser(
 ) -> argparse.ArgumentParser:
     """The options that benchmarks have in common: ``--scale`` and ``--out``; ``--model`` and ``--dataset`` where their
     default is given; ``--threads`` where asked for."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.paper NAME" if out == RESULTS_DIR else None,
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     choices = tuple(scales)
     parser.add_argument("--scale", choices=choices, default=choices[0])
     parser.add_argument("--out", type=Path, default=out, metavar="DIR", help="folder of the result file")
     if model is not None:
-        parser.add_argument("--model", default=model, help="base model: a folder, a hub id or alto-tiny")
+        about = "base model: a folder, a hub id or alto-tiny"
+        parser.add_argument("--model", type=readable_model, default=model, help=about)
     if dataset is not None:
-        parser.add_argument("--dataset", type=Path, default=dataset, help="file (or folder) of the rows")
+        about = "file of the rows, JSON lines" if dataset.suffix else "folder of the datasets"
+        parser.add_argument("--dataset", type=Path, default=dataset, help=about)
     if threads:
         import torch
 
         parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of torch, on a CPU")
     return parser
+
+
+def readable_model(name: str) -> str:
+    """``name``, if a base model of that name can be read: as the type of an option."""
+    from alto.backbone import load_tokenizer
+    from alto.spec import BaseModelSpec
+
+    try:
+        load_tokenizer(BaseModelSpec(id=name))
+    except ModelError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return name
 
 
 def publish(result: Result, directory: Path = RESULTS_DIR) -> int:

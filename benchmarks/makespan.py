@@ -20,6 +20,7 @@ from typing import Any
 
 from alto import EarlyExit, Engine, Task, TaskResult
 from alto.data import sample_rows, split_rows
+from alto.errors import DataError
 from alto.runs import Attempt, QueueHistory, read_queue_history
 from benchmarks.common import GSM8K, option_parser, publish_figures
 from benchmarks.rows import read_rows, write_rows
@@ -91,8 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows=[row(name, measured) for name, measured in found.items()],
         notes=[
             f"{len(plan.tasks)} tasks of {sum(len(task.jobs) for task in tasks)} jobs in all on {plan.slots} CPU "
-            f"slots, alto-tiny, {options.dataset.parent.name}; tasks differ in slots, epochs, learning rates, ranks "
-            "and batch sizes.",
+            f"slots, alto-tiny, {plan.rows} rows of {options.dataset.parent.name}/{options.dataset.name}; tasks differ "
+            "in slots, epochs, learning rates, ranks and batch sizes.",
             "Timed from the call of engine.schedule to the last adapter: solving, starting processes, loading, "
             "training, evaluating, saving and reporting are all in it.",
             f"Measuring what the tasks take was done once before, in {profile_s[False]:.0f} s for those whose jobs all "
@@ -120,7 +121,10 @@ class Measured:
 def make_tasks(plan: Plan, data: Path, folder: Path) -> list[Task]:
     """The tasks, whose rows lie in files in ``folder``."""
     seed = 42
-    train, validation = split_rows(sample_rows(read_rows(data), plan.rows, seed), 0.1, seed)
+    rows = read_rows(data)
+    if len(rows) < plan.rows:
+        raise DataError(f"{data}: expected at least {plan.rows} rows, found {len(rows)}; name a larger file")
+    train, validation = split_rows(sample_rows(rows, plan.rows, seed), 0.1, seed)
     dataset = write_rows(folder / "train.jsonl", train)
     validation_dataset = write_rows(folder / "validation.jsonl", validation)
     return [

@@ -21,6 +21,7 @@ import torch
 from alto import Task
 from alto.backbone import Backbone, load_backbone, resolve_model
 from alto.data.split import carve_rows
+from alto.errors import DataFormatError
 from alto.spec import BaseModelSpec, Job
 from benchmarks.baselines.job import BaselineJob, JobSettings
 from benchmarks.baselines.pairs import PreparedPairs, prepare_pairs, tokenize_pairs
@@ -37,6 +38,8 @@ from benchmarks.rows import read_rows
 
 SOURCE = "rasbt/"
 """Of the sources of the mixture one that so small a model can learn from: the chosen answer is the more polite one."""
+
+_PAIR_KEYS = ("prompt", "chosen", "rejected")
 
 BETA = 0.1
 EVAL_STEPS = 0.1
@@ -197,12 +200,21 @@ def make_task(size: Size, model: str, folder: Path, seed: int) -> Task:
 
 
 def read_pairs(path: Path) -> list[dict[str, str]]:
-    """Pairs in the file, each prompt once, without those whose replies are alike; of a mixture those of ``SOURCE``."""
-    chosen = {
-        pair["prompt"]: {key: pair[key] for key in ("prompt", "chosen", "rejected")}
-        for pair in read_rows(path)
-        if pair.get("source", SOURCE).startswith(SOURCE) and pair["chosen"].strip() != pair["rejected"].strip()
-    }
+    """Pairs in the file, each prompt once, without those whose replies are alike; of our mixture those of ``SOURCE``.
+
+    Raises:
+        DataFormatError: A row is no pair.
+    """
+    rows = read_rows(path)
+    for row in rows:
+        if not all(isinstance(row.get(key), str) for key in _PAIR_KEYS):
+            raise DataFormatError(
+                f"{path}: expected rows with texts {', '.join(_PAIR_KEYS)}, found {', '.join(row)}; rename the columns"
+            )
+    if path == PREFERENCE_PAIRS:
+        rows = [row for row in rows if row["source"].startswith(SOURCE)]
+    pairs = [{key: row[key] for key in _PAIR_KEYS} for row in rows]
+    chosen = {pair["prompt"]: pair for pair in pairs if pair["chosen"].strip() != pair["rejected"].strip()}
     return list(chosen.values())
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from alto import Task
 from alto.data.split import carve_rows
-from benchmarks.common import DATA_DIR, GSM8K, option_parser
+from alto.errors import DataFormatError
+from benchmarks.common import DATA_DIR, GSM8K, option_parser, readable_model
 from benchmarks.rows import read_rows, write_rows
 
 __all__ = [
@@ -113,7 +114,7 @@ SIZES: Mapping[str, Size] = {
 def parser_of(description: str | None) -> argparse.ArgumentParser:
     """The options of benchmarks that sweep the grid on the datasets."""
     parser = option_parser(description, SIZES, threads=True)
-    parser.add_argument("--model", help="base model: a folder, a hub id or alto-tiny")
+    parser.add_argument("--model", type=readable_model, help="base model: a folder, a hub id or alto-tiny")
     parser.add_argument("--dataset", type=Path, help="a file of rows, in place of the three")
     return parser
 
@@ -164,7 +165,7 @@ def questions_of(path: Path) -> list[dict[str, str]]:
     """Rows of a file of JSON lines as questions and answers.
 
     Raises:
-        ValueError: A row has none of the pairs of keys that are known.
+        DataFormatError: A row has none of the pairs of keys that are known.
     """
     return [_question_and_answer(row, path) for row in read_rows(path)]
 
@@ -174,4 +175,4 @@ def _question_and_answer(row: Mapping[str, Any], path: Path) -> dict[str, str]:
         if isinstance(row.get(question), str) and isinstance(row.get(answer), str):
             return {"question": row[question], "answer": row[answer]}
     known = ", ".join("/".join(keys) for keys in _KEYS)
-    raise ValueError(f"{path}: expected rows with one of {known}, found {', '.join(row)}; rename the columns")
+    raise DataFormatError(f"{path}: expected rows with one of {known}, found {', '.join(row)}; rename the columns")

@@ -112,8 +112,8 @@ PAPER: Mapping[str, Experiment] = {
     ),
     "early-exit-quality": Experiment(
         title="What early exit costs in quality, per batch size",
-        shows="Nothing. Here: the jobs of each batch size of a recorded sweep as a sweep by themselves, by the default "
-        "policy.",
+        shows="Nothing, according to the paper. Here: the jobs of each batch size of a recorded sweep as a sweep by "
+        "themselves, by the default policy.",
         topic="early_exit_quality",
         recorded=f"{_CURVES}:early_exit_quality",
         drawing=f"{_CURVES}:draw_early_exit_quality",

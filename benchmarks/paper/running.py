@@ -2,18 +2,53 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
+from alto.errors import RunBusyError
 from benchmarks.common import ROOT, Result, publish, write_file
 from benchmarks.paper.experiments import EXPERIMENTS, Experiment, load
 from benchmarks.parts import origin
 
-__all__ = ["is_done", "run_one", "run_several"]
+__all__ = ["is_done", "nothing_else_in", "run_one", "run_several"]
+
+
+PATIENCE_S = 10.0
+"""How long to wait for a measurement that is ending; one that was killed needs a moment to free its memory."""
+
+
+@contextmanager
+def nothing_else_in(folder: Path) -> Iterator[None]:
+    """Measure into ``folder`` alone: what another command measures, or what one that was killed left running, would
+    share the machine and the files.
+
+    Raises:
+        RunBusyError: Something measures into ``folder``.
+    """
+    file = folder / ".paper" / "lock"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a+", encoding="utf-8") as lock:
+        until = time.monotonic() + PATIENCE_S
+        while not _is_ours(lock):
+            if time.monotonic() > until:
+                lock.seek(0)
+                raise RunBusyError(
+                    f"expected nothing else that measures into {folder}, found process {lock.read()}; wait for it, or "
+                    "end it"
+                )
+            time.sleep(0.1)
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        yield
 
 
 def run_one(name: str, scale: str, folder: Path, options: Sequence[str] = ()) -> int:
@@ -78,6 +113,14 @@ def is_done(name: str, scale: str, folder: Path) -> bool:
     except (FileNotFoundError, ValueError):
         return False
     return bool(found == origin(_inputs(name))) and (folder / f"{EXPERIMENTS[name].topic}-{scale}.json").exists()
+
+
+def _is_ours(lock: IO[str]) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _on_recordings(experiment: Experiment, scale: str, folder: Path) -> int:

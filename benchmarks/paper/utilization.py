@@ -244,6 +244,7 @@ def draw_utilization(found: Found, axes: Sequence[Axes]) -> None:
         shares = [100 * row["device_use"] for row in alone]
         of_use.plot([1] * len(alone), shares, "x", color=line.get_color(), label="… one job with PEFT")
     of_use.set_ylabel("% of a large GEMM's FLOP/s")
+    of_use.set_ylim(bottom=0)
     peaks = [row for row in found.rows if row["table"] == "memory"]
     for model, size in dict.fromkeys((row["model"], row["batch_size"]) for row in peaks):
         of = [row for row in peaks if (row["model"], row["batch_size"]) == (model, size)]
@@ -254,7 +255,9 @@ def draw_utilization(found: Found, axes: Sequence[Axes]) -> None:
         for row in of:
             if row["system"] == PEFT:
                 separate = [number * row["peak_bytes"] / 1e9 for number in numbers]
-                of_memory.plot(numbers, separate, ":", color=line.get_color(), label="… a process of PEFT each")
+                of_memory.plot(
+                    numbers, separate, ":", color=line.get_color(), label="… as many times one process of PEFT"
+                )
     of_memory.set_ylabel("memory, GB")
     of_memory.set_yscale("log")
     for axis in axes:

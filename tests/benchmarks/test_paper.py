@@ -21,7 +21,9 @@ pytest.importorskip("matplotlib", reason="the pictures need the bench extra: pip
 from matplotlib.figure import Figure
 
 from alto.early_exit import Recording
-from benchmarks.paper import curves
+from benchmarks.common import RESULTS_DIR
+from benchmarks.paper import __main__ as command
+from benchmarks.paper import curves, running
 from benchmarks.paper.experiments import EXPERIMENTS
 from benchmarks.paper.recordings import by_batch_size, loss_at, quarter_kept, read_recordings, spearman, with_jobs
 from benchmarks.paper.running import is_done, run_one
@@ -153,6 +155,50 @@ def test_batch_sizes_divide_a_sweep(recording: Recording) -> None:
     parts = by_batch_size(recording)
     assert list(parts) == [1, 2, 4, 8]
     assert sum(len(part.jobs) for part in parts.values()) == len(recording.jobs)
+
+
+WRONG = [
+    (["all", "--scale", "model"], "expected a scale of all, found model, which none of them has"),
+    (["search", "--scale", "gpu"], "expected a scale of smoke, cpu for search, found gpu"),
+    (["sensitivity", "--model", "x", "--out", "{folder}"], "no other options for sensitivity, found --model x"),
+    (["all", "--threads", "1"], "expected options of one experiment after its name, found --threads 1 after several"),
+    (["quality", "--dataset", "rows.jsonl"], "expected a folder beside --dataset, so that no documented result"),
+    (["quality", "--out", "{folder}/rows.jsonl"], "a folder that can be written to, found {folder}/rows.jsonl"),
+    (["quality", "--out", "{folder}", "--model", "{folder}"], "in '{folder}', found no such file; name a folder"),
+    (["quality", "--out", "{folder}", "--dataset", "{folder}/none"], "expected a file of JSON lines at {folder}/none"),
+    (["quality", "--out", "{folder}", "--dataset", "{folder}/rows.jsonl"], "rows.jsonl:2: expected a JSON object"),
+    (["makespan", "--out", "{folder}", "--dataset", "{folder}/few.jsonl"], "expected at least 20 rows, found 2"),
+    (["dpo", "--out", "{folder}", "--dataset", "{folder}/few.jsonl"], "texts prompt, chosen, rejected, found a, b"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "said"), WRONG, ids=[" ".join(arguments) for arguments, _ in WRONG])
+def test_what_cannot_be_measured_is_said_in_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"question": "a", "answer": "b"}\n{"question": \n', encoding="utf-8")
+    (tmp_path / "few.jsonl").write_text('{"a": "b", "b": "c"}\n' * 2, encoding="utf-8")
+    before = sorted(RESULTS_DIR.iterdir())
+    try:
+        code = command.main([argument.format(folder=tmp_path) for argument in arguments])
+    except SystemExit as stopped:
+        code = stopped.code
+    assert code == 2
+    assert said.format(folder=tmp_path) in " ".join(capsys.readouterr().err.split())
+    assert sorted(RESULTS_DIR.iterdir()) == before
+    assert not list(tmp_path.glob("*.json"))
+
+
+def test_two_commands_do_not_measure_into_one_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "PATIENCE_S", 0.0)
+    arguments = ["batch-size", "--scale", "smoke", "--out", str(tmp_path)]
+    with running.nothing_else_in(tmp_path):
+        assert command.main(arguments) == 2
+        assert f"measures into {tmp_path}, found process {os.getpid()}; wait" in capsys.readouterr().err
+        assert command.main(["all", *arguments[1:]]) == 2
+    assert command.main(arguments) == 0
 
 
 @pytest.mark.slow("benchmarks")
