@@ -11,12 +11,14 @@ scheduled, those on one base may share an executor.
 from __future__ import annotations
 
 import itertools
+import os
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from alto import EarlyExit, Engine, Task, TaskResult
 from alto.data import sample_rows, split_rows
@@ -78,7 +80,7 @@ PLANS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     options = option_parser(__doc__, PLANS, dataset=GSM8K).parse_args(arguments)
     plan = PLANS[options.scale]
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, ALTO_CACHE=str(Path(folder) / "cache")):
         tasks = make_tasks(plan, options.dataset, Path(folder))
         profile_s = sum(profile(_with_exits(tasks, exits), plan) for exits in (False, True))
         print(f"measured what the tasks take in {profile_s:.0f} s", flush=True)
@@ -96,8 +98,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "in slots, epochs, learning rates, ranks and batch sizes.",
             "Timed from the call of engine.schedule to the last adapter: solving, starting processes, loading, "
             "training, evaluating, saving and reporting are all in it.",
-            f"Measuring what the tasks take was done once before, in {profile_s:.0f} s, and is kept on disk for every "
-            "later run. It is in none of the four; what has with_profiling in its name adds all of it. B needs none.",
+            f"Measuring what the tasks take was done once before, in {profile_s:.0f} s, and is kept on disk for "
+            "every later run. It is in none of the four; what has with_profiling in its name adds all of it. "
+            "B needs none.",
         ],
     )
 
