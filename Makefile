@@ -122,7 +122,7 @@ $(VENV)/.dev: pyproject.toml benchmarks/peers.txt $(VENV)/.base
 	@touch $@
 
 $(VENV)/.bench: pyproject.toml benchmarks/peers.txt $(VENV)/.base
-	$(BIN)/python -m pip install -e '.[bench,scheduler]' -r benchmarks/peers.txt
+	$(BIN)/python -m pip install -e '.[bench,gpu,scheduler,service]' -r benchmarks/peers.txt
 	@touch $@
 
 $(WORD_PROBLEMS): examples/make_word_problems.py | $(VENV)/.created
