@@ -198,6 +198,7 @@ def option_parser(
         prog="python -m benchmarks.paper NAME" if out == RESULTS_DIR else None,
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,  # what an option replaces is told by its name
     )
     choices = tuple(scales)
     parser.add_argument("--scale", choices=choices, default=choices[0])

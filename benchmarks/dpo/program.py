@@ -211,7 +211,7 @@ def read_pairs(path: Path) -> list[dict[str, str]]:
             raise DataFormatError(
                 f"{path}: expected rows with texts {', '.join(_PAIR_KEYS)}, found {', '.join(row)}; rename the columns"
             )
-    if path == PREFERENCE_PAIRS:
+    if path.resolve() == PREFERENCE_PAIRS.resolve():
         rows = [row for row in rows if row["source"].startswith(SOURCE)]
     pairs = [{key: row[key] for key in _PAIR_KEYS} for row in rows]
     chosen = {pair["prompt"]: pair for pair in pairs if pair["chosen"].strip() != pair["rejected"].strip()}

@@ -25,7 +25,7 @@ from alto.spec.objectives import DpoSettings
 from benchmarks.baselines.pairs import PreparedPairs, prepare_pairs, tokenize_pairs
 from benchmarks.baselines.start import first_adapter
 from benchmarks.baselines.trl_pairs import train_on_pairs
-from benchmarks.common import ROOT
+from benchmarks.common import PREFERENCE_PAIRS, ROOT
 from benchmarks.dpo import program as dpo
 from benchmarks.dpo.gate import TOLERANCE, gate_failures
 from benchmarks.dpo.judge import Worth
@@ -209,3 +209,18 @@ def test_a_pair_that_would_be_cut_is_refused():
     tokenizer = AutoTokenizer.from_pretrained(resolve_model("alto-tiny"))
     with pytest.raises(ValueError, match="at most 8 tokens"):
         tokenize_pairs(tokenizer, ROWS, max_length=8)
+
+
+def test_of_pairs_of_ones_own_every_source_counts(tmp_path: Path) -> None:
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c", "source": "mine"}
+    alike = pair | {"prompt": "d", "chosen": "c "}
+    file = tmp_path / "pairs.jsonl"
+    file.write_text(f"{json.dumps(pair)}\n{json.dumps(alike)}\n", encoding="utf-8")
+    assert dpo.read_pairs(file) == [{"prompt": "a", "chosen": "b", "rejected": "c"}]
+
+
+def test_of_our_mixture_one_source_counts_however_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not PREFERENCE_PAIRS.exists():
+        pytest.skip(f"needs pairs at {PREFERENCE_PAIRS}")
+    monkeypatch.chdir(PREFERENCE_PAIRS.parent)
+    assert dpo.read_pairs(Path(PREFERENCE_PAIRS.name)) == dpo.read_pairs(PREFERENCE_PAIRS)

@@ -162,6 +162,7 @@ WRONG = [
     (["search", "--scale", "gpu"], "expected a scale of smoke, cpu for search, found gpu"),
     (["sensitivity", "--model", "x", "--out", "{folder}"], "no other options for sensitivity, found --model x"),
     (["all", "--threads", "1"], "expected options of one experiment after its name, found --threads 1 after several"),
+    (["quality", "--out", "{folder}", "--data", "rows.jsonl"], "unrecognized arguments: --data rows.jsonl"),
     (["quality", "--dataset", "rows.jsonl"], "expected a folder beside --dataset, so that no documented result"),
     (["quality", "--out", "{folder}/rows.jsonl"], "a folder that can be written to, found {folder}/rows.jsonl"),
     (["quality", "--out", "{folder}", "--model", "{folder}"], "in '{folder}', found no such file; name a folder"),
