@@ -165,6 +165,18 @@ class Controller:
         """
         self._call(lambda: self._dispatcher.cancel(task, command))
 
+    def prioritise(self, priorities: Mapping[str, int]) -> None:
+        """Change the priorities of tasks that wait, with one new plan; those that run, or have ended, stay.
+
+        Args:
+            priorities: By the names of the tasks.
+
+        Raises:
+            SpecError: There is no such task.
+            QueueCommandError: The controller starts no more tasks.
+        """
+        self._call(lambda: self._dispatcher.prioritise(priorities))
+
     def job_command(
         self,
         task: str,

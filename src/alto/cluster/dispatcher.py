@@ -4,7 +4,7 @@ thread of its own."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -35,6 +35,7 @@ from alto.scheduler.queue import (
     GpuLost,
     Offered,
     Planned,
+    Prioritised,
     Progressed,
     Queue,
     QueuedTask,
@@ -145,6 +146,19 @@ class Dispatcher:
                 self._journal.append(journaled.TaskCancelled(task=task, command=command))
                 self._do_all(actions)
         return found.state
+
+    def prioritise(self, priorities: Mapping[str, int]) -> None:
+        """Change the priorities of tasks that wait; the others stay as they are.
+
+        Raises:
+            QueueCommandError: It starts no more tasks.
+        """
+        self._check_open()
+        now_s = self._now_s()
+        events = [Prioritised(time_s=now_s, task=task, priority=found) for task, found in priorities.items()]
+        actions = self._queue.apply(*events)
+        with self._breaking():
+            self._do_all(actions)
 
     def check_cancel(self, task: str) -> None:
         """Check that a task can be cancelled; errors as in :meth:`cancel`."""

@@ -41,7 +41,7 @@ class RunOrder:
         run_dir: Folder of the run, made already.
         task: The task in it.
         tenant: Whose GPUs it counts against.
-        priority: Higher goes first.
+        priority: Higher goes first, whosever the runs are; may be negative.
         shares_with: Runs with the same text may share a process, where they have the same base model.
     """
 
@@ -60,11 +60,13 @@ class OrderState:
     Attributes:
         outcome: ``finished``, ``failed`` or ``stopped``; None while something is still to be done.
         is_running: Whether an executor works on it.
+        is_new: Whether it waits and no executor has begun with it yet.
         reason: Why it failed.
     """
 
     outcome: Literal["finished", "failed", "stopped"] | None
     is_running: bool
+    is_new: bool
     reason: str
 
 
@@ -142,6 +144,25 @@ class ControlPlane:
         """
         self._controller.cancel(name)
 
+    def take_back(self, name: str) -> bool:
+        """Take a run from the queue if no executor has begun with it; returns whether it was taken.
+
+        Raises:
+            QueueCommandError: There is no such run, or the control plane is drained.
+        """
+
+        def take() -> bool:
+            is_new = self.states()[name].is_new
+            if is_new:
+                self._controller.cancel(name)
+            return is_new
+
+        return self._controller.call(take)
+
+    def prioritise(self, priorities: Mapping[str, int]) -> None:
+        """Change the priorities of runs that wait, by name; those that run, or have ended, stay."""
+        self._controller.prioritise(priorities)
+
     def job_command(
         self, name: str, action: Action, job: str, *, changes: Mapping[str, Any] | None, warm: bool, timeout_s: float
     ) -> Answer | None:
@@ -216,5 +237,6 @@ def _state_of(task: TaskStatus) -> OrderState:
     return OrderState(
         outcome=outcomes.get(task.state),
         is_running=task.state in (TaskState.STARTING, TaskState.RUNNING),
+        is_new=task.state is TaskState.WAITING and task.attempt == 0,
         reason=task.reason,
     )

@@ -16,6 +16,7 @@ from alto.scheduler.queue import (
     GpuAdded,
     GpuLost,
     Planned,
+    Prioritised,
     Progressed,
     Queue,
     QueueSettings,
@@ -189,6 +190,17 @@ def test_a_moved_estimate_leads_to_a_plan_and_a_small_move_does_not():
     assert planned.schedule.placements[0].start_s == 200
     assert queue.plan is not None
     assert queue.plan.placements[0].start_s == 220
+
+
+def test_priorities_that_change_lead_to_one_plan_of_the_tasks_that_wait():
+    queue = queue_of(1)
+    submit(queue, 0, "a", "b", "c")
+    changes = [Prioritised(time_s=1, task=task, priority=level) for task, level in (("a", -5), ("b", -1))]
+    planned = [action for action in queue.apply(*changes) if isinstance(action, Planned)]
+    assert [action.reason for action in planned] == ["b has priority -1 now"], "a runs already"
+    assert queue.tasks["a"].demand.priority == 0
+    assert started(queue.apply(Finished(time_s=2, task="a", attempt=1))) == ["c"]
+    assert started(queue.apply(Finished(time_s=3, task="c", attempt=1))) == ["b"]
 
 
 def test_late_news_changes_nothing():

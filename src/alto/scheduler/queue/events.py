@@ -16,6 +16,7 @@ __all__ = [
     "GpuAdded",
     "GpuLost",
     "Offered",
+    "Prioritised",
     "Profiled",
     "Progressed",
     "QueueEvent",
@@ -41,6 +42,15 @@ class Profiled:
     time_s: float
     task: str
     duration_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prioritised:
+    """A waiting task has another priority from now on."""
+
+    time_s: float
+    task: str
+    priority: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,5 +157,16 @@ class Woken:
 
 
 QueueEvent = (
-    Submitted | Profiled | Started | Progressed | Offered | Finished | Failed | Stopped | GpuLost | GpuAdded | Woken
+    Submitted
+    | Profiled
+    | Prioritised
+    | Started
+    | Progressed
+    | Offered
+    | Finished
+    | Failed
+    | Stopped
+    | GpuLost
+    | GpuAdded
+    | Woken
 )

@@ -20,6 +20,7 @@ from alto.scheduler.queue.events import (
     GpuAdded,
     GpuLost,
     Offered,
+    Prioritised,
     Profiled,
     Progressed,
     QueueEvent,
@@ -94,7 +95,8 @@ class Queue:
         """Handle events and return the actions to carry out. Events of one call lead to one plan.
 
         Late events are ignored: events of an attempt that is not the latest, or of a task that has ended, and a new
-        estimate of a task that no longer waits (`Profiled`) or no longer runs (`Progressed`). A task that is to stop
+        estimate or priority of a task that no longer waits (`Profiled`, `Prioritised`), and a new estimate of one that
+        no longer runs (`Progressed`). A task that is to stop
         has stopped when its executor has failed; one that finishes first is finished.
 
         Raises:
@@ -171,7 +173,12 @@ class Queue:
                 task.demand = task.demand.lasting(max(duration_s, LEAST_S))
                 self._waiting.add(task)
                 return self._moved(task, task.demand.duration_s)
-            case Profiled():
+            case Prioritised(priority=priority) if task.state is TaskState.WAITING:
+                self._waiting.remove(task)
+                task.demand = replace(task.demand, priority=priority)
+                self._waiting.add(task)
+                return f"{task.name} has priority {priority} now"
+            case Profiled() | Prioritised():
                 return ""
         if not task.has_gpus or event.attempt != task.attempt:
             return ""

@@ -33,7 +33,7 @@ from alto.service.errors import ApiError
 from alto.service.ids import now
 from alto.service.serving import registering
 from alto.service.store.events import add_event
-from alto.service.store.jobs import ENDED, lock_job
+from alto.service.store.jobs import ENDED, levels_of, lock_job
 from alto.service.store.tables import JobRow, Tenant
 
 __all__ = ["Coordinator", "OpenPlane"]
@@ -58,6 +58,7 @@ class _Live:
     order: str
     tenant: str
     projection: Projection
+    level: int
     is_cancelled: bool = False
     forecast_at: float = field(default=0.0)
 
@@ -221,26 +222,39 @@ class Coordinator:
     # -- jobs of the control plane ---------------------------------------------------------------------------------
 
     def _submit_wanted(self, plane: ControlPlane) -> None:
+        """Give the control plane the jobs whose turn it is, and take back those that wait there out of turn."""
         _, num_gpus = plane.num_gpus()
-        left = min(MOST_SUBMITTED, 2 * num_gpus) - len(self._live)
-        if left <= 0:
-            return
+        states = plane.states()
+        begun = {job: live for job, live in self._live.items() if not states[live.order].is_new}
         with self._service.store.reading() as session:
-            wanted = list(
-                session.execute(
-                    select(JobRow.id, JobRow.tenant)
-                    .where(JobRow.status.in_(("queued", "running")), JobRow.id.not_in([*self._live, *self._put_off]))
-                    .order_by(JobRow.priority.desc(), JobRow.number)
-                )
+            rows = session.execute(
+                select(JobRow.id, JobRow.tenant, JobRow.priority)
+                .where(JobRow.status.in_(("queued", "running")), JobRow.id.not_in([*begun, *self._put_off]))
+                .order_by(JobRow.priority.desc(), JobRow.number)
             )
-        order = _in_turns(wanted, Counter(live.tenant for live in self._live.values()))
-        for job in order[:left]:
+            wanted = [(job, tenant, priority) for job, tenant, priority in rows]
+        order = _in_turns([(job, tenant) for job, tenant, _ in wanted], Counter(live.tenant for live in begun.values()))
+        levels = levels_of(wanted)
+        next_ones = order[: max(0, min(MOST_SUBMITTED, 2 * num_gpus) - len(begun))]
+        moved: dict[str, int] = {}
+        for job in self._live.keys() - begun.keys():
+            live = self._live[job]
+            if job not in next_ones:
+                if plane.take_back(live.order):
+                    del self._live[job]
+            elif live.level != levels[job]:
+                live.level = moved[live.order] = levels[job]
+        if moved:
+            plane.prioritise(moved)
+        for job in next_ones:
+            if job in self._live:
+                continue
             with self._service.store.reading() as session:
                 row = session.scalar(select(JobRow).where(JobRow.id == job))
             if row is not None:
-                self._submit(plane, row)
+                self._submit(plane, row, levels[job])
 
-    def _submit(self, plane: ControlPlane, job: JobRow) -> None:
+    def _submit(self, plane: ControlPlane, job: JobRow, level: int) -> None:
         root = self._service.run_of(job)
         run = RunDir(root)
         projection = Projection(job.id, run.journal_file)
@@ -263,10 +277,11 @@ class Coordinator:
                     run_dir=root,
                     task=task,
                     tenant=job.tenant,
+                    priority=level,
                     shares_with=self._shares_with(job.tenant),
                 )
             )
-            self._live[job.id] = _Live(order, job.tenant, projection)
+            self._live[job.id] = _Live(order, job.tenant, projection, level)
 
     def _shares_with(self, tenant: str) -> str:
         """Empty for tenants whose tasks may be trained with those of others; else of their own."""

@@ -17,6 +17,7 @@ from alto.service.access import Caller
 from alto.service.api.cluster import ClusterView, is_measured, job_of
 from alto.service.context import Service, ServiceOf
 from alto.service.dashboard.rendering import PageRoute, live_answer, page
+from alto.service.store.jobs import levels_of
 from alto.service.store.tables import JobRow
 from alto.service.web.access import Reader
 
@@ -57,7 +58,7 @@ def _context(service: Service, caller: Caller) -> dict[str, Any]:
     for task in tasks:
         ordered[task.state if task.state in ordered else "ended"].append(task)
     # Of those that wait, the next one first, as far as plans say; estimates of when it begins are in the figure.
-    ordered["waiting"].sort(key=lambda task: (-task.last.priority, task.planned_start_s or 0.0))
+    ordered["waiting"].sort(key=lambda task: (-task.level, task.planned_start_s or 0.0))
     ordered["ended"].reverse()
     return {
         "history": history,
@@ -77,10 +78,14 @@ class _ShownTask:
     Attributes:
         parts: Of the control plane's journal, oldest first.
         state: Of the task; ``paused`` is not a state of the control plane, which knows such tasks as cancelled.
+        priority: Its place among its tenant's tasks; None where the task is of another tenant.
+        level: Its place in the schedule, see :func:`alto.service.store.jobs.levels_of`.
     """
 
     parts: list[TaskHistory]
     state: str
+    priority: int | None
+    level: int
 
     @property
     def last(self) -> TaskHistory:
@@ -96,9 +101,23 @@ def _tasks(service: Service, view: ClusterView) -> list[_ShownTask]:
     for task in view.tasks:
         parts.setdefault(job_of(task.task), []).append(task)
     with service.store.reading() as session:
-        found = session.execute(select(JobRow.id, JobRow.status).where(JobRow.id.in_(list(parts))))
-        statuses = dict(found.all())
-    return [_ShownTask(parts=each, state=_state(each[-1], statuses.get(job, ""))) for job, each in parts.items()]
+        found = session.execute(
+            select(JobRow.id, JobRow.tenant, JobRow.priority, JobRow.status)
+            .where(JobRow.id.in_(list(parts)))
+            .order_by(JobRow.priority.desc(), JobRow.number)
+        ).all()
+    statuses = {row.id: row.status for row in found}
+    priorities = {row.id: row.priority for row in found}
+    levels = levels_of((row.id, row.tenant, row.priority) for row in found if row.status == "queued")
+    return [
+        _ShownTask(
+            parts=each,
+            state=_state(each[-1], statuses.get(job, "")),
+            priority=priorities.get(job) if view.shown_name(each[-1].task) == job else None,
+            level=levels.get(job, 0),
+        )
+        for job, each in parts.items()
+    ]
 
 
 def _state(task: TaskHistory, status: str) -> str:
@@ -130,7 +149,7 @@ def _line(view: ClusterView, task: _ShownTask) -> dict[str, Any]:
         "is_own": job_of(last.task) == name,
         "state": task.state,
         "num_gpus": last.num_gpus,
-        "priority": last.priority,
+        "priority": "" if task.priority is None else task.priority,
         "planned_start_s": task.planned_start_s if is_measured(last) else None,
         "start_s": history.worked_s(attempts[0].start) if attempts else None,
         "expected_s": last.duration_s if is_measured(last) else None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Header, Request
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from sqlalchemy import ColumnElement, Text, cast, exists, func, select
 from sqlalchemy.dialects.postgresql import JSONB
@@ -98,20 +98,43 @@ class JobRequest(BaseModel):
 
 
 @router.post("/jobs")
-def create(request: Request, service: ServiceOf, caller: Writer, body: JobRequest) -> dict[str, Any]:
+def create(
+    request: Request,
+    service: ServiceOf,
+    caller: Writer,
+    body: JobRequest,
+    priority: Annotated[int | None, Header(alias="alto-priority", ge=0, le=100)] = None,
+) -> dict[str, Any]:
     """Accept a job: once this is answered, it is kept through any crash, and trained once."""
-    digest = hashlib.sha256(body.model_dump_json().encode()).hexdigest()
-    row = create_job(service, caller, body, mark=mark_of(request, caller, digest))
-    return job_object(row)
+    asked = body.model_dump_json() + ("" if priority is None else f" {priority}")
+    mark = mark_of(request, caller, hashlib.sha256(asked.encode()).hexdigest())
+    return job_object(create_job(service, caller, body, priority=priority, mark=mark))
 
 
-def create_job(service: Service, caller: Caller, body: JobRequest, *, mark: Any = None) -> JobRow:
+def create_job(
+    service: Service, caller: Caller, body: JobRequest, *, priority: int | None = None, mark: Any = None
+) -> JobRow:
     """Accept a job of ``caller``.
+
+    Args:
+        service: The service.
+        caller: Whose job it is.
+        body: The request.
+        priority: Its place among the caller's other jobs, where it is not among the hyperparameters.
+        mark: Tells whether the request repeats another one.
 
     Raises:
         ApiError: What is wrong with it.
     """
     values = draft_of(service, body)
+    if priority is not None:
+        if "priority" in values:
+            raise refused(
+                "alto-priority: expected it, or priority among the hyperparameters, found both; remove one",
+                "alto-priority",
+                "conflicting_keys",
+            )
+        values["priority"] = priority
     with service.store.writing() as session:
         before = mark.find(session) if mark is not None else None
         if before is not None:

@@ -5,7 +5,7 @@ The status in the database is what the user wants and sees; the coordinator make
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
@@ -15,7 +15,7 @@ from alto.service.ids import now
 from alto.service.store.events import add_event
 from alto.service.store.tables import JobRow
 
-__all__ = ["ENDED", "OPEN", "cancel_job", "count_open", "find_job", "lock_job", "pause_job", "resume_job"]
+__all__ = ["ENDED", "OPEN", "cancel_job", "count_open", "find_job", "levels_of", "lock_job", "pause_job", "resume_job"]
 
 OPEN = ("validating_files", "queued", "running", "paused")
 ENDED = ("succeeded", "failed", "cancelled")
@@ -44,6 +44,22 @@ def count_open(session: Session, tenant: str) -> int:
     """Jobs of a tenant that have not ended."""
     statement = select(func.count()).select_from(JobRow).where(JobRow.tenant == tenant, JobRow.status.in_(OPEN))
     return session.scalar(statement) or 0
+
+
+def levels_of(jobs: Iterable[tuple[str, str, int]]) -> dict[str, int]:
+    """The priority of each job in the schedule, where the best of every tenant are equal.
+
+    A tenant's priorities order its own jobs: a job of its second highest priority has -1, of its third -2. So nobody
+    goes before other tenants by asking for a high priority.
+
+    Args:
+        jobs: Id, tenant and priority of jobs that wait, the highest priority first.
+    """
+    found, levels = dict[str, int](), dict[str, dict[int, int]]()
+    for job, tenant, priority in jobs:
+        known = levels.setdefault(tenant, {})
+        found[job] = known.setdefault(priority, -len(known))
+    return found
 
 
 def cancel_job(session: Session, tenant: str, job: str) -> JobRow:

@@ -1,0 +1,137 @@
+"""The order in which tasks begin: priorities count among the tasks of a tenant, and tenants take turns."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from services import Served, served, wait_for
+
+from alto.cluster import Launch
+from alto.engine.control_plane import ControlPlane, RunOrder
+from alto.service.access import create_key
+from benchmarks.service.plane import simulated_plane
+from benchmarks.service.simulated_cluster import SimulatedCluster
+
+FIXED = {"learning_rate": 1e-4, "n_epochs": 1, "num_gpus": 2}
+
+
+class Bench:
+    """A service of two tenants where one task runs at a time, and a first one until :meth:`order` is asked for.
+
+    All tasks have both GPUs. The control plane has four tasks at most: the one that runs, and three that wait.
+    """
+
+    def __init__(self, service: Served, gate: Path, launches: list[str]) -> None:
+        self.service = service
+        self._gate = gate
+        self._launches = launches
+        self._names: dict[str, str] = {}
+        with service.service.store.writing() as session:
+            keys = {tenant: create_key(session, tenant)[1] for tenant in ("a", "b")}
+        self.clients = {tenant: service.client(key) for tenant, key in keys.items()}
+        self._files = {tenant: service.upload(client) for tenant, client in self.clients.items()}
+        first = self.job("first")
+        wait_for(lambda: self.clients["a"].fine_tuning.jobs.retrieve(first).status == "running")
+
+    def job(self, name: str, tenant: str = "a", *, own: dict[str, Any] | None = None, **more: Any) -> str:
+        """The id of a new job that has been checked."""
+        jobs = self.clients[tenant].fine_tuning.jobs
+        hyperparameters: Any = {**FIXED, **(own or {})}
+        job = jobs.create(
+            model="alto-tiny", training_file=self._files[tenant], hyperparameters=hyperparameters, **more
+        ).id
+        self._names[job] = name
+        wait_for(lambda: jobs.retrieve(job).status != "validating_files")
+        return job
+
+    def scheduled(self) -> set[str]:
+        """Names of the jobs that the control plane has and has not begun with."""
+        plane = None if self.service.coordinator is None else self.service.coordinator.plane
+        assert plane is not None
+        return {self._names[order.partition(".")[0]] for order, state in plane.states().items() if state.is_new}
+
+    def order(self) -> list[str]:
+        """Names of all jobs but the first, in the order in which they began."""
+        self._gate.touch()
+        wait_for(lambda: len(set(self._launches)) == len(self._names))
+        assert len(self._launches) == len(self._names), "none is begun twice"
+        return [self._names[job] for job in self._launches][1:]
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    launches: list[str] = []
+    start = SimulatedCluster.start
+
+    def noted_start(cluster: SimulatedCluster, launch: Launch) -> None:
+        launches.append(launch.task.partition(".")[0])
+        start(cluster, launch)
+
+    monkeypatch.setattr(SimulatedCluster, "start", noted_start)
+    gate = tmp_path / "go"
+    plane = simulated_plane(tmp_path, lambda: SimulatedCluster(num_gpus=2, duration_s=0.1, waits_for=gate))
+    with served(tmp_path, open_plane=plane) as service:
+        yield Bench(service, gate, launches)
+
+
+def test_a_priority_of_the_header_reaches_the_schedule(bench: Bench) -> None:
+    bench.job("low")
+    bench.job("high", extra_headers={"alto-priority": "5"})
+    bench.job("middle", own={"priority": 3})
+    wait_for(lambda: bench.scheduled() == {"low", "high", "middle"})
+    assert bench.order() == ["high", "middle", "low"]
+
+
+def test_the_control_plane_has_the_tasks_of_the_highest_priority(bench: Bench) -> None:
+    for number in range(4):
+        bench.job(f"low {number}")
+    wait_for(lambda: bench.scheduled() == {"low 0", "low 1", "low 2"})
+    bench.job("high", extra_headers={"alto-priority": "5"})
+    wait_for(lambda: bench.scheduled() == {"high", "low 0", "low 1"})
+    assert bench.order()[0] == "high"
+
+
+def test_a_priority_that_changes_moves_a_task_in_the_schedule(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    changed = threading.Event()
+    prioritise = ControlPlane.prioritise
+
+    def noted(plane: ControlPlane, priorities: Mapping[str, int]) -> None:
+        prioritise(plane, priorities)
+        changed.set()
+
+    monkeypatch.setattr(ControlPlane, "prioritise", noted)
+    tasks = [bench.job(f"task {number}") for number in range(3)]
+    wait_for(lambda: bench.scheduled() == {"task 0", "task 1", "task 2"})
+    bench.clients["a"].post(f"../api/tasks/{tasks[2]}/priority", body={"priority": 1}, cast_to=object)
+    wait_for(changed.is_set)
+    assert bench.order()[0] == "task 2"
+
+
+def test_a_tenant_does_not_go_before_others_by_its_priorities(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    levels: dict[str, int] = {}
+    submit = ControlPlane.submit
+
+    def noted(plane: ControlPlane, order: RunOrder) -> None:
+        levels[order.name.partition(".")[0]] = order.priority
+        submit(plane, order)
+
+    monkeypatch.setattr(ControlPlane, "submit", noted)
+    first = bench.job("of b", "b")
+    high = bench.job("high", extra_headers={"alto-priority": "100"})
+    low = bench.job("low", extra_headers={"alto-priority": "99"})
+    wait_for(lambda: bench.scheduled() == {"of b", "high", "low"})
+    assert levels == {first: 0, high: 0, low: -1}
+    begun = bench.order()
+    assert begun.index("high") < begun.index("low")
+
+
+@pytest.mark.parametrize(("priority", "own"), [("101", {}), ("-1", {}), ("high", {}), ("1", {"priority": 2})])
+def test_a_header_that_is_no_priority_is_refused(bench: Bench, priority: str, own: dict[str, Any]) -> None:
+    with pytest.raises(openai.BadRequestError) as raised:
+        bench.job("x", own=own, extra_headers={"alto-priority": priority})
+    assert "alto-priority" in str(raised.value)
