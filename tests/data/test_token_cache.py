@@ -229,6 +229,12 @@ def test_other_settings_are_other_tokens(task: Task, cache: Path) -> None:
     assert tokenizer_digest(TOKENIZER) == tokenizer_digest(load_tokenizer()) != tokenizer_digest(other)
 
 
+def test_tokens_of_another_tenant_are_not_found(task: Task, cache: Path) -> None:
+    encode(task.replace(tenant="a"))
+    encode(task.replace(tenant="b"))
+    assert len(entries(cache)) == 2
+
+
 def test_other_content_of_the_same_size_and_time_is_other_data(
     task: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

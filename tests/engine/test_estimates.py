@@ -40,7 +40,13 @@ def test_known_under_any_name_once_remembered(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"num_train_epochs": 6}, {"search_space": {"r": [4]}}, {"num_gpus": 2}, {"early_exit": {"enabled": False}}],
+    [
+        {"num_train_epochs": 6},
+        {"tenant": "another"},
+        {"search_space": {"r": [4]}},
+        {"num_gpus": 2},
+        {"early_exit": {"enabled": False}},
+    ],
 )
 def test_unknown_for_another_task(tmp_path: Path, changes: dict[str, Any]) -> None:
     task = make_task(tmp_path)

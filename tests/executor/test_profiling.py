@@ -144,6 +144,7 @@ def test_a_profile_is_measured_once_and_again_when_asked_or_when_the_task_is_ano
     assert not plan(context, refresh=True).is_cached
     changed = make_task(tmp_path, search_space={"r": [2, 16], "per_device_train_batch_size": [1, 4]})
     assert not plan(context_of(changed)).is_cached
+    assert not plan(context_of(context.task.replace(tenant="another"))).is_cached
     assert cache.load("profiles", json.loads("{}")) is None
 
 

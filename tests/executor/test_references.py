@@ -92,6 +92,12 @@ def test_the_base_is_asked_once_and_never_again(base: Base) -> None:
         assert found.numpy() == pytest.approx(wanted.numpy(), rel=1e-6)
 
 
+def test_what_another_tenant_has_trained_does_not_show(base: Base) -> None:
+    for tenant in ("a", "b"):
+        assert not find(TASK.replace(tenant=tenant)).is_cached
+    assert find(TASK.replace(tenant="b")).is_cached
+
+
 def test_it_is_asked_anew_where_the_answer_may_be_another(base: Base, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     local = TASK.replace(model=str(tmp_path))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import openai
 import pytest
 from services import ROWS, Served, served, wait_for
 
@@ -16,6 +17,7 @@ from alto.errors import DataError
 from alto.records import DataPreview
 from alto.runs import RunDir, load_run_task
 from alto.service import previews
+from alto.service.access import create_key
 from alto.service.coordinator.durations import remember_duration
 from alto.service.errors import ApiError
 from alto.service.previews import Previews
@@ -95,6 +97,26 @@ def test_a_draft_of_what_was_trained_before_has_its_time(site: Served) -> None:
          "hyperparameters": None},
     ):  # fmt: skip
         assert drafted(site, other)["estimate"] is None
+
+
+def test_a_draft_does_not_tell_what_another_tenant_has_trained(keeping_site: Served, tokenised: list[Task]) -> None:
+    with keeping_site.service.store.writing() as session:
+        clients = [keeping_site.client(create_key(session, tenant)[1]) for tenant in ("a", "b")]
+    first, second = [
+        {"model": "alto-tiny", "training_file": keeping_site.upload(client), "hyperparameters": FIXED}
+        for client in clients
+    ]
+
+    def estimate(client: openai.OpenAI, request: dict[str, Any]) -> object:
+        found = client.post("../api/drafts", body=request, cast_to=object)
+        assert isinstance(found, dict)
+        return found["estimate"]
+
+    job = clients[0].fine_tuning.jobs.create(**first)
+    assert keeping_site.finished(clients[0], job.id).status == "succeeded"
+    wait_for(lambda: estimate(clients[0], first) is not None)
+    assert estimate(clients[1], second) is None
+    assert {task.tenant for task in tokenised} == {"a", "b"}, "nor does the time that a draft takes"
 
 
 def test_the_service_keeps_what_its_tasks_take(keeping_site: Served) -> None:

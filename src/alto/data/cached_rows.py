@@ -143,7 +143,8 @@ def _known(file: Path) -> _Reading | None:
 
 
 def _settings(task: Task) -> dict[str, Any]:
-    """All settings of ``task`` that decide its rows, as JSON values."""
+    """All settings of ``task`` that decide its rows and who may find them, as JSON values."""
     entry = find_method(task.method).entry
     keys = task.model_dump(mode="json", include=set(DataKeys.model_fields) - _WITHOUT_EFFECT)
-    return {**keys, "method": [task.method, learns_from_pairs(task.method), entry.is_labelled]}
+    # Tokens of another tenant would show by the time that they save.
+    return {**keys, "tenant": task.tenant, "method": [task.method, learns_from_pairs(task.method), entry.is_labelled]}

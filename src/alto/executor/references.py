@@ -168,5 +168,6 @@ def _key(context: TaskContext, dataset: EncodedDataset) -> dict[str, Any]:
         "device": backbone.device.type,
         "columns": COLUMNS,
         "data": digest_of(dataset),
+        "tenant": context.task.tenant,  # who finds them is told so, and must not learn what another has trained
         **({} if context.start is None else {"adapter": context.start.fact.fingerprint}),
     }

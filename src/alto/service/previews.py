@@ -88,6 +88,8 @@ class Previews:
 
 
 def _key(task: Task, files: Sequence[str], num_rows: int) -> str:
-    """Everything that a preview depends on."""
+    """Everything that a preview depends on, and whose it is: what another tenant has looked at takes as long again."""
     values = task.model_dump(mode="json", include=set(DataKeys.model_fields) - _NOT_OF_ROWS)
-    return json.dumps([values, task.base_model.key(), task.method, list(files), num_rows], sort_keys=True, default=str)
+    return json.dumps(
+        [task.tenant, values, task.base_model.key(), task.method, list(files), num_rows], sort_keys=True, default=str
+    )

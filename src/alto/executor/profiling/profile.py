@@ -35,8 +35,9 @@ _MAX_MEASURED = 1e18
 _SHAPE_KEYS = ("r", *SHAPE_FIELDS[3:])
 """Settings of a job that decide which products its adapter adds to a step; a single scale changes no time."""
 
-_KEYS = ("method", "adapter_dtype", "optim_state_dtype", "gradient_checkpointing", "max_slots")
-"""Settings of a task that affect the memory and time of its steps, beside base model, jobs and row lengths."""
+_KEYS = ("method", "adapter_dtype", "optim_state_dtype", "gradient_checkpointing", "max_slots", "tenant")
+"""Settings of a task that affect the memory and time of its steps, beside base model, jobs and row lengths; and its
+tenant, who is told what was measured earlier and must not learn what another has trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

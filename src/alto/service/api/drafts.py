@@ -46,7 +46,7 @@ def draft(
     with tempfile.TemporaryDirectory(prefix="alto-draft-") as folder:
         files = _files(service, caller, body)
         paths = {key: str(_fetched(service, row, Path(folder) / f"{key}.jsonl")) for key, row in files.items()}
-        task = build({**values, **paths, "name": "draft", "report_to": "none"})
+        task = build({**values, **paths, "name": "draft", "tenant": caller.tenant, "report_to": "none"})
         found: dict[str, Any] = {
             "object": "draft",
             "method": task.method,
@@ -96,7 +96,7 @@ def _varying(task: Task, config: dict[str, Any]) -> list[str]:
 
 
 def _estimate(request: Request, task: Task) -> dict[str, Any] | None:
-    """What such a task was measured to take here; None where none was, or another server leads."""
+    """What such a task of the tenant was measured to take here; None where none was, or another server leads."""
     coordinator = request.app.state.coordinator
     plane = None if coordinator is None else coordinator.plane
     found = None if plane is None else plane.estimate(portable(task))

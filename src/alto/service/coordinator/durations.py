@@ -41,7 +41,7 @@ def _asked_task(job: JobRow, run: RunDir) -> Task:
     wrote there."""
     trained = load_run_task(run, trust_remote_code=True)
     files = {"dataset": trained.dataset, "validation_dataset": trained.validation_dataset}
-    return portable(Task(**job.task, **files, name=job.id, report_to="none"))
+    return portable(Task(**job.task, **files, name=job.id, tenant=job.tenant, report_to="none"))
 
 
 def _was_changed(history: RunHistory) -> bool:
