@@ -22,6 +22,7 @@
     │   ├── RunWriteError (OSError)         its disk cannot be written
     │   │   └── DiskFullError               it is full, or a quota is used up
     │   ├── JobCommandError (ValueError)    a command to a job cannot be carried out
+    │   │   └── MailboxFullError            too many commands wait for a task already
     │   └── QueueCommandError (ValueError)  a command to a queue cannot be carried out
     ├── TaskInterruptedError (RuntimeError) a task was interrupted; it can be resumed
     ├── NoResultError (RuntimeError)        a task ended without one usable adapter
@@ -62,6 +63,7 @@ __all__ = [
     "DiskFullError",
     "HubError",
     "JobCommandError",
+    "MailboxFullError",
     "ModelError",
     "ModelNotFoundError",
     "NoResultError",
@@ -168,6 +170,10 @@ class DiskFullError(RunWriteError):
 
 class JobCommandError(RunError, ValueError):
     """A command to a job cannot be carried out."""
+
+
+class MailboxFullError(JobCommandError):
+    """Too many commands wait for a task already."""
 
 
 class QueueCommandError(RunError, ValueError):

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from alto.errors import JobCommandError
+from alto.errors import JobCommandError, MailboxFullError
 from alto.runs import Action, Answer, Mailbox, RunDir
+from alto.runs.mailbox import MOST_KEPT
 
 NAME = "00001-x"
 
@@ -105,3 +106,15 @@ def test_commands_keep_their_order_where_the_clock_is_set_back(run: RunDir, monk
     mailbox = Mailbox(run)
     sent = [mailbox.send(Action.STOP, f"job-{number}") for number in range(3)]
     assert [command.id for command in mailbox.pending()] == sent
+
+
+def test_a_mailbox_does_not_grow_without_bound(run: RunDir) -> None:
+    mailbox = Mailbox(run)
+    with run.locked():
+        for _ in range(2):
+            commands = [mailbox.send(Action.STOP, "job-000") for _ in range(MOST_KEPT)]
+            with pytest.raises(MailboxFullError, match=f"expected fewer than {MOST_KEPT} commands"):
+                mailbox.send(Action.RESUME, "job-000")
+            for command in commands:
+                mailbox.answer(command, Answer(done=True, message=command))
+    assert sorted(path.name for path in run.control.iterdir()) == [f"{command}.answer.json" for command in commands]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from services import ROWS, served, wait_for
 from sites import FIXED, Site, refused
 
+from alto.runs.mailbox import MOST_KEPT
 from alto.service.access import create_key, create_tenant
 from alto.service.store.tables import JobRow
 from benchmarks.service.plane import simulated_plane
@@ -109,6 +111,29 @@ def test_clones_are_limited(tmp_path: Path) -> None:
         path = f"/api/tasks/{http.post('/v1/fine_tuning/jobs', json=body).json()['id']}"
         wait_for(lambda: bool(http.get(path).json()["jobs"]))
         assert refused(http.post(f"{path}/jobs/job-000/clone", json={}))["code"] == "too_many_configurations"
+        assert http.post(f"{path.replace('/api/tasks', '/v1/fine_tuning/jobs')}/pause").status_code == 200
+        assert refused(http.post(f"{path}/jobs/job-000/clone", json={}))["code"] == "too_many_configurations"
         error = refused(http.post(f"{path}/jobs/none/stop"), 404)
         assert error["code"] == "job_not_found"
         assert error["message"] == "job: expected a job of this task, found none named 'none'"
+
+
+def test_clones_that_wait_count_and_the_mailbox_is_bounded(tmp_path: Path) -> None:
+    plane = simulated_plane(tmp_path, lambda: SimulatedCluster(duration_s=60))
+    with served(tmp_path, open_plane=plane, max_jobs=4) as found, httpx2.Client(base_url=found.url, timeout=60) as http:
+        file = http.post("/v1/files", files={"file": ("a", ROWS)}, data={"purpose": "fine-tune"}).json()["id"]
+        body = {"model": "alto-tiny", "training_file": file, "hyperparameters": FIXED}
+        job = http.post("/v1/fine_tuning/jobs", json=body).json()["id"]
+        path = f"/api/tasks/{job}"
+        wait_for(lambda: len(http.get(path).json()["jobs"]) == 2)
+        assert http.post(f"/v1/fine_tuning/jobs/{job}/pause").json()["status"] == "paused"
+        answers = [http.post(f"{path}/jobs/job-000/clone", json={"changes": {"n_epochs": 2}}) for _ in range(3)]
+        assert [answer.status_code for answer in answers] == [200, 200, 400]
+        error = refused(answers[2])
+        assert error["code"] == "too_many_configurations"
+        assert error["message"].startswith("job: expected a task of fewer than 4 jobs, found one of 4")
+        commands = [json.loads(each.read_bytes()) for each in tmp_path.glob("runs/*/*/control/*.command.json")]
+        assert [command["changes"] for command in commands] == [{"num_train_epochs": 2}] * 2
+        for _ in range(MOST_KEPT - 2):
+            assert http.post(f"{path}/jobs/job-001/stop").status_code == 200
+        assert refused(http.post(f"{path}/jobs/job-001/stop"), 429)["code"] == "too_many_commands"

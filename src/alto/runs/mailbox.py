@@ -18,7 +18,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
-from alto.errors import JobCommandError, QueueCommandError, RunError
+from alto.errors import JobCommandError, MailboxFullError, QueueCommandError, RunError
 from alto.runs.files import replace_file, writing
 from alto.runs.run_dir import RunDir
 from alto.spec.outside import read_json
@@ -28,6 +28,9 @@ __all__ = ["Action", "Answer", "Command", "Mailbox", "QueueAction", "QueueComman
 _COMMAND = ".command.json"
 _ANSWER = ".answer.json"
 _POLL_S = 0.05
+
+MOST_KEPT = 256
+"""Commands to the jobs of a run that wait, and answers that nobody has read."""
 
 _NUM_DIGITS = 20
 """Digits of the time in nanoseconds with which the id of a command begins."""
@@ -167,10 +170,10 @@ class _Mailbox(ABC, Generic[C]):
                 self.answer(name.removesuffix(_COMMAND), Answer(done=False, message=str(error)))
         return commands
 
-    def _names(self) -> list[str]:
-        """Names of the files of commands, oldest first."""
+    def _names(self, ending: str = _COMMAND) -> list[str]:
+        """Names of the files of commands, or answers, oldest first."""
         try:
-            return sorted(path.name for path in self._folder.iterdir() if path.name.endswith(_COMMAND))
+            return sorted(path.name for path in self._folder.iterdir() if path.name.endswith(ending))
         except OSError:
             return []
 
@@ -235,7 +238,7 @@ class _Mailbox(ABC, Generic[C]):
 
 
 class Mailbox(_Mailbox[Command]):
-    """The commands of one run."""
+    """The commands of one run, and the latest answers; neither are ever more than :data:`MOST_KEPT`."""
 
     _error = JobCommandError
     _writers = "`alto job`"
@@ -252,20 +255,37 @@ class Mailbox(_Mailbox[Command]):
             warm: A clone starts from the job's best adapter.
 
         Raises:
+            MailboxFullError: :data:`MOST_KEPT` commands wait already.
             JobCommandError: The place of the mailbox is taken by a file.
             RunWriteError: The run directory cannot be written.
         """
+        if (found := self.num_pending) >= MOST_KEPT:
+            raise MailboxFullError(
+                f"expected fewer than {MOST_KEPT} commands that wait for this task, found {found}; let it run, so that "
+                "it carries them out"
+            )
         return self._send({"action": action, "job": job, "changes": changes or {}, "warm": warm})
+
+    def answer(self, command_id: str, answer: Answer) -> None:
+        super().answer(command_id, answer)
+        # Some are never read: of commands that were given while the task did not run, or whose sender is gone.
+        for name in self._names(_ANSWER)[:-MOST_KEPT]:
+            with writing(self._run.root, self._folder):
+                _remove(self._folder / name)
+
+    def num_waiting(self, *actions: Action) -> int:
+        """Commands not answered yet that ask for one of ``actions``; changes nothing."""
+        found = 0
+        for name in self._names():
+            with contextlib.suppress(RunError):  # answered by the run
+                found += self._read(name.removesuffix(_COMMAND), self._folder / name).action in actions
+        return found
 
     @property
     def extends_run(self) -> bool:
         """Whether a command waits by which a finished run trains on: a clone, or a job that is to be resumed. Changes
         nothing."""
-        for name in self._names():
-            with contextlib.suppress(RunError):  # answered by the run
-                if self._read(name.removesuffix(_COMMAND), self._folder / name).action in _EXTENDING:
-                    return True
-        return False
+        return self.num_waiting(*_EXTENDING) > 0
 
     @staticmethod
     def _parse(facts: dict[str, Any]) -> Command:

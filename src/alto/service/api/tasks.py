@@ -13,15 +13,16 @@ from fastapi.responses import HTMLResponse
 from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy import select
 
+from alto.errors import MailboxFullError
 from alto.export import METRICS_NAME, report_page
 from alto.runs import Action, Mailbox, RunDir, RunHistory
 from alto.runs.device_hours import device_hours
 from alto.runs.job_history import JobHistory
 from alto.service.context import Service, ServiceOf
 from alto.service.errors import ApiError, not_found, refused
-from alto.service.openai.module_names import check_module_names
 from alto.service.openai.objects import job_object
 from alto.service.openai.paging import After, Limit
+from alto.service.openai.translation import clone_changes
 from alto.service.savings import savings_of
 from alto.service.store.events import add_event
 from alto.service.store.jobs import OPEN, find_job, lock_job
@@ -240,16 +241,18 @@ def _command(service: Service, tenant: str, task: str, job: str, action: Action,
     jobs = history_of(service, row).jobs
     if job not in jobs:
         raise not_found("job", job, "job", of_what="a job of this task")
-    if action is Action.CLONE and len(jobs) >= service.settings.max_jobs:
-        raise refused(
-            f"job: expected a task of fewer than {service.settings.max_jobs} jobs, found one of {len(jobs)}; send "
-            "another task",
-            "job",
-            "too_many_configurations",
-        )
-    check_module_names(body.changes)
+    changes = clone_changes(body.changes)
     mailbox = Mailbox(RunDir(service.run_of(row)))
-    command = mailbox.send(action, job, changes=body.changes, warm=body.warm)
+    with service.store.writing() as session:
+        lock_job(session, row.id)  # so that others do not pass the limits at the same time
+        if action is Action.CLONE:
+            _check_num_jobs(service, history_of(service, row), mailbox.num_waiting(Action.CLONE))
+        try:
+            command = mailbox.send(action, job, changes=changes, warm=body.warm)
+        except MailboxFullError as error:
+            raise ApiError(
+                429, str(error), param="task", code="too_many_commands", headers={"Retry-After": "60"}
+            ) from None
     answer = None
     if row.status == "running" and _WAITING.acquire(blocking=False):
         try:
@@ -266,6 +269,21 @@ def _command(service: Service, tenant: str, task: str, job: str, action: Action,
     if not answer.done:
         raise refused(f"job: {answer.message}", "job", "command_refused")
     return {"object": "command", "id": command, "done": True, "message": answer.message}
+
+
+def _check_num_jobs(service: Service, history: RunHistory, num_waiting: int) -> None:
+    """Check that a task may have another job; clones that wait until it runs count.
+
+    Raises:
+        ApiError: It may not.
+    """
+    most, found = service.settings.max_jobs, len(history.jobs) + num_waiting
+    if found >= most:
+        raise refused(
+            f"job: expected a task of fewer than {most} jobs, found one of {found}; send another task",
+            "job",
+            "too_many_configurations",
+        )
 
 
 def _finite(value: float | None) -> float | None:

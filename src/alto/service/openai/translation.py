@@ -21,7 +21,7 @@ from alto.spec.keys import JOB_ALIASES, TASK_ALIASES
 from alto.spec.quoting import quoted
 from alto.spec.task import TASK_FIELDS
 
-__all__ = ["ALLOWED_TASK_KEYS", "METHODS", "build", "multiplier_of", "task_values"]
+__all__ = ["ALLOWED_TASK_KEYS", "METHODS", "build", "clone_changes", "multiplier_of", "task_values"]
 
 METHODS = {"supervised": "sft", "dpo": "dpo"}
 
@@ -178,6 +178,25 @@ def task_values(method: str, hyperparameters: Mapping[str, Any], *, seed: int | 
     return values
 
 
+def clone_changes(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a clone by their names in ALTO; OpenAI's names are taken as in requests for jobs.
+
+    Raises:
+        ApiError: A key is not allowed or given twice, or a value is of another kind.
+    """
+    check_module_names(changes)
+    found: dict[str, Any] = {}
+    spellings: dict[str, str] = {}
+    for key, value in changes.items():
+        name = _name_of(key)
+        if (other := spellings.setdefault(name, key)) != key:
+            raise refused(f"changes: expected {other} or {key}, found both; remove one", "changes", "conflicting_keys")
+        if name in _REFUSED_JOB_KEYS:
+            raise _not_allowed(key, "changes")
+        found[name] = _rate(value) if key == _MULTIPLIER else value
+    return found
+
+
 def multiplier_of(learning_rate: float) -> float:
     """The ``learning_rate_multiplier`` of a learning rate."""
     return float(f"{learning_rate / _USUAL_RATE:.6g}")
@@ -211,16 +230,18 @@ def _rates(value: Any) -> Any:
         return _AUTO
     if isinstance(value, Mapping) and "min" in value:
         return {**value, **{end: _rates([value[end]])[0] for end in ("min", "max") if end in value}}
-    values = value if isinstance(value, list) else [value]
-    for each in values:
-        if isinstance(each, bool) or not isinstance(each, int | float) or not 0 < each <= _LARGEST_MULTIPLIER:
-            raise refused(
-                f"{_MULTIPLIER}: expected 'auto', a number above 0 and at most {_LARGEST_MULTIPLIER:g}, or a list or "
-                f"a range of such numbers, found {quoted(each)}; correct it",
-                _MULTIPLIER,
-            )
-    rates = [float(f"{each * _USUAL_RATE:.6g}") for each in values]
-    return rates if isinstance(value, list) else rates[0]
+    return [_rate(each) for each in value] if isinstance(value, list) else _rate(value)
+
+
+def _rate(multiplier: Any) -> float:
+    is_number = isinstance(multiplier, int | float) and not isinstance(multiplier, bool)
+    if not (is_number and 0 < multiplier <= _LARGEST_MULTIPLIER):
+        raise refused(
+            f"{_MULTIPLIER}: expected a number above 0 and at most {_LARGEST_MULTIPLIER:g}, or for a new job 'auto' or "
+            f"a list or a range of such numbers, found {quoted(multiplier)}; correct it",
+            _MULTIPLIER,
+        )
+    return float(f"{multiplier * _USUAL_RATE:.6g}")
 
 
 def _around(rate: float) -> dict[str, Any]:
@@ -235,10 +256,10 @@ def _check_allowed(key: str, name: str, value: Any) -> None:
             raise _not_allowed(f"early_exit.{inner}")
 
 
-def _not_allowed(key: str) -> ApiError:
+def _not_allowed(key: str, param: str = "hyperparameters") -> ApiError:
     return refused(
         f"{key}: expected settings of training and search, found one that a service sets by itself or does not allow; "
         "remove it",
-        "hyperparameters",
+        param,
         "not_allowed",
     )
