@@ -53,6 +53,9 @@ class Browser:
     def get(self, path: str, **headers: str) -> Answer:
         return self._send("GET", path, None, headers)
 
+    def head(self, path: str) -> Answer:
+        return self._send("HEAD", path, None, {})
+
     def post(self, path: str, fields: dict[str, str] | None = None, **headers: str) -> Answer:
         form = {"Content-Type": "application/x-www-form-urlencoded"}
         return self._send("POST", path, urlencode(fields or {}).encode(), form | headers)
@@ -107,6 +110,16 @@ def pages(task: str) -> list[str]:
 
 def live(task: str) -> list[str]:
     return ["/dashboard/tasks", "/dashboard/cluster", f"/dashboard/tasks/{task}"]
+
+
+def test_head_is_answered_as_get_is_without_the_page(setup: Setup) -> None:
+    asset = re.findall(r'/dashboard/assets/[^"]+', setup.browser.get("/").body.decode())[0]
+    for path in (*pages(setup.task), asset, "/healthz", "/readyz", "/metrics"):
+        shown, head = setup.browser.get(path), setup.browser.head(path)
+        assert (head.status, head.body) == (shown.status, b""), path
+        assert head.headers["content-type"] == shown.headers["content-type"]
+    to_login = Browser(service=setup.service).head("/")
+    assert to_login.status == 303
 
 
 def test_pages_have_scripts_of_this_server_only_and_no_key(setup: Setup) -> None:

@@ -207,9 +207,10 @@ def test_a_page_goes_on_when_the_server_answers_again(patient: Served, open_page
 
 @pytest.fixture(scope="module")
 def finished(quick: Served) -> str:
-    """A finished task with a long name."""
+    """A finished task with a long name, of a file with a long name."""
     client = quick.client()
-    task = client.fine_tuning.jobs.create(model="alto-tiny", training_file=quick.upload(client), suffix="s" * 60).id
+    file = client.files.create(file=(f"{'r' * 249}.jsonl", ROWS), purpose="fine-tune").id
+    task = client.fine_tuning.jobs.create(model="alto-tiny", training_file=file, suffix="s" * 60).id
     assert quick.finished(client, task).status == "succeeded"
     return task
 

@@ -99,6 +99,16 @@ def test_a_draft_of_what_was_trained_before_has_its_time(site: Served) -> None:
         assert drafted(site, other)["estimate"] is None
 
 
+def test_a_model_that_cannot_be_loaded_is_named_and_not_the_rows(tmp_path: Path) -> None:
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{")
+    with served(tmp_path / "data", models={"broken": str(tmp_path / "broken")}) as found:
+        answer = httpx2.post(f"{found.url}/api/drafts", json={**body(found), "model": "broken"}, timeout=60)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (400, "model", "invalid_model")
+    assert error["message"].startswith("model: expected")
+
+
 def test_a_draft_does_not_tell_what_another_tenant_has_trained(keeping_site: Served, tokenised: list[Task]) -> None:
     with keeping_site.service.store.writing() as session:
         clients = [keeping_site.client(create_key(session, tenant)[1]) for tenant in ("a", "b")]

@@ -19,7 +19,7 @@ from typing import Any
 import httpx2
 import openai
 import pytest
-from services import ROWS, wait_for
+from services import ROWS, local_plane, served, wait_for
 
 from alto.service.store.jobs import ENDED
 
@@ -142,3 +142,15 @@ def test_both_methods_are_trained_and_a_restart_goes_on(tmp_path: Path) -> None:
         assert found.method.dpo.hyperparameters.beta in (0.1, 0.3)
         assert server.client.fine_tuning.jobs.resume(long).status in ("queued", "running")
         assert server.client.fine_tuning.jobs.cancel(long).status == "cancelled"
+
+
+def test_a_model_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{")
+    root = tmp_path / "data"
+    with served(root, open_plane=local_plane(root), models={"broken": str(tmp_path / "broken")}) as service:
+        client = service.client()
+        job = client.fine_tuning.jobs.create(model="broken", training_file=service.upload(client)).id
+        error = service.finished(client, job).error
+    assert (error.code, error.param) == ("invalid_model", "model"), error.message
+    assert error.message.startswith("model: expected")

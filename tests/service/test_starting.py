@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import socket
+import stat
 import time
 import tomllib
 from collections.abc import Iterator
@@ -53,6 +54,15 @@ def test_a_port_in_use_is_said_before_anything_leads(tmp_path: Path, taken: int,
     with served(tmp_path) as service, service.service.store.reading() as session:
         leader = session.get(LeaderRow, 1)
         assert leader is None or leader.epoch == 0, "no coordinator has begun"
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o2770, 0o700])
+def test_a_data_folder_that_is_there_is_closed_to_others(tmp_path: Path, mode: int) -> None:
+    root = tmp_path / "data"
+    root.mkdir()
+    root.chmod(mode)
+    with served(root):
+        assert stat.S_IMODE(root.stat().st_mode) == mode & ~0o077
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])

@@ -59,6 +59,18 @@ def test_nothing_of_another_tenant_is_found(site: Site) -> None:
         refused(site.job("b", **{key: own["file_id"]}), 404)
 
 
+def test_a_page_after_what_another_tenant_has_looks_as_one_after_what_nobody_has(site: Site) -> None:
+    paths = [path for path, of in site.parameters().items() if any(found.get("name") == "after" for found in of)]
+    assert len(paths) > 5
+    for path in paths:
+        for theirs in (*site.ids["a"].values(), f"ftevent-{site.ids['a']['job_id'].partition('-')[2]}-1"):
+            own = filled(path, site.ids["b"])
+            found, nobodys = (site.send("GET", own, "b", params={"after": name}) for name in (theirs, "none-0"))
+            error = refused(found, 404)
+            assert error["param"] == "after", path
+            assert error | {"message": error["message"].replace(f"{theirs!r}", "'none-0'")} == refused(nobodys, 404)
+
+
 def test_lists_have_nothing_of_another_tenant(site: Site) -> None:
     theirs = set(site.ids["a"].values()) - {"job-000", "cancel", "x"}
     for method, path, _ in site.routes():

@@ -68,6 +68,11 @@ class Site:
         return {"file_id": file, "job_id": job, "task": job, "upload_id": upload, "model": model, "job": "job-000",
                 "action": "cancel", "checkpoint": f"{model}:x", "permission": "x"}  # fmt: skip
 
+    def parameters(self) -> dict[str, list[dict[str, Any]]]:
+        """The parameters of every path that can be fetched."""
+        paths = create_app(self.served.service).openapi()["paths"]
+        return {path: methods["get"].get("parameters", []) for path, methods in paths.items() if "get" in methods}
+
     def routes(self) -> list[tuple[str, str, dict[str, Any]]]:
         """All methods and paths that need a key, with bodies that are well-formed."""
         found = []

@@ -62,12 +62,14 @@ class OrderState:
         is_running: Whether an executor works on it.
         is_new: Whether it waits and no executor has begun with it yet.
         reason: Why it failed.
+        error: Class of the error that its latest executor ended with; empty where there was none, or it is unknown.
     """
 
     outcome: Literal["finished", "failed", "stopped"] | None
     is_running: bool
     is_new: bool
     reason: str
+    error: str
 
 
 def checked_task(task: Task) -> Task:
@@ -239,4 +241,5 @@ def _state_of(task: TaskStatus) -> OrderState:
         is_running=task.state in (TaskState.STARTING, TaskState.RUNNING),
         is_new=task.state is TaskState.WAITING and task.attempt == 0,
         reason=task.reason,
+        error="" if task.ended is None else task.ended.error,
     )

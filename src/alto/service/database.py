@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
+import stat
 from collections.abc import Iterator
+from pathlib import Path
 
 from alto.errors import ServiceError
 from alto.service.settings import ServiceSettings
@@ -11,16 +15,20 @@ from alto.service.store import Store
 
 __all__ = ["opened_store"]
 
+_LOG = logging.getLogger("alto.service")
+
 
 @contextlib.contextmanager
 def opened_store(settings: ServiceSettings) -> Iterator[Store]:
-    """The database, in the form of this version, until the block is left; its folder is made for this user alone.
+    """The database, in the form of this version, until the block is left; its folder is for this user alone, also
+    where it was there before.
 
     Raises:
         ServiceError: The folder or the database cannot be used.
     """
     try:
         settings.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _close_to_others(settings.root)
     except OSError as error:
         raise ServiceError(
             f"data_dir: expected a folder that can be written, found {settings.root} ({error.strerror}); choose another"
@@ -31,3 +39,14 @@ def opened_store(settings: ServiceSettings) -> Iterator[Store]:
         yield store
     finally:
         store.close()
+
+
+def _close_to_others(folder: Path) -> None:
+    """Take the rights of all other users to a folder; of one that belongs to another user, say that they have some."""
+    state = folder.stat()
+    if not state.st_mode & 0o077:
+        return
+    if state.st_uid == os.geteuid():
+        folder.chmod(stat.S_IMODE(state.st_mode) & ~0o077)
+    else:
+        _LOG.warning("data_dir: other users of this machine may look into %s, which is not this user's", folder)

@@ -13,6 +13,7 @@ from alto.errors import AltoError
 from alto.records.data import PreviewExample, Segments
 from alto.service.access import Caller
 from alto.service.context import Service, ServiceOf
+from alto.service.coordinator.faults import code_of
 from alto.service.errors import refused
 from alto.service.openai.files import artefact_of, find_file
 from alto.service.openai.jobs import JobRequest, check_usable, draft_of
@@ -109,9 +110,8 @@ def _rows(service: Service, task: Task, files: list[str], num_rows: int) -> dict
     try:
         shown = service.previews.preview(task, files, num_rows=num_rows)
     except AltoError as error:
-        raise refused(
-            str(error).replace(str(Path(str(task.dataset)).parent), ""), "training_file", "invalid_training_file"
-        ) from None
+        code, param = code_of(error, "invalid_value")
+        raise refused(str(error).replace(str(Path(str(task.dataset)).parent), ""), param, code) from None
     return {
         "form": shown.form,
         "counts": dict(shown.counts),

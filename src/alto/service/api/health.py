@@ -21,12 +21,14 @@ router = APIRouter()
 _STATES = ("validating_files", "queued", "running", "paused", "succeeded", "failed", "cancelled")
 
 
+@router.head("/healthz", include_in_schema=False)
 @router.get("/healthz", openapi_extra=WITHOUT_KEY)
 def healthz() -> dict[str, str]:
     """Whether this process answers."""
     return {"status": "ok"}
 
 
+@router.head("/readyz", include_in_schema=False)
 @router.get("/readyz", openapi_extra=WITHOUT_KEY, responses={503: {"description": "They cannot yet."}})
 def readyz(request: Request, service: ServiceOf) -> Response:
     """Whether requests can be carried out: the database answers, and some server leads."""
@@ -35,6 +37,7 @@ def readyz(request: Request, service: ServiceOf) -> Response:
     return JSONResponse({"status": status, "problems": problems}, status_code=503 if problems else 200)
 
 
+@router.head("/metrics", include_in_schema=False)
 @router.get("/metrics", openapi_extra=WITHOUT_KEY, response_class=PlainTextResponse)
 def metrics(request: Request, service: ServiceOf) -> PlainTextResponse:
     """Numbers for Prometheus, without labels of tenants or tasks."""

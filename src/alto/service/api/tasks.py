@@ -66,7 +66,7 @@ class Priority(BaseModel):
 def list_(service: ServiceOf, caller: Reader, after: After = None, limit: Limit = 20) -> dict[str, Any]:
     """Tasks of the tenant, newest first."""
     with service.store.reading() as session:
-        number = None if after is None else find_job(session, caller.tenant, after).number
+        number = None if after is None else find_job(session, caller.tenant, after, "after").number
         statement = select(JobRow).where(JobRow.tenant == caller.tenant)
         rows, has_more = page_of(session, statement, JobRow.number, after=number, limit=limit)
     return {"data": [task_object(service, row) for row in rows], "has_more": has_more}

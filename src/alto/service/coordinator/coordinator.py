@@ -23,7 +23,7 @@ from alto.runs import RunDir, has_result
 from alto.runs.progress import outlook
 from alto.service.context import Service
 from alto.service.coordinator.durations import remember_duration
-from alto.service.coordinator.faults import code_of, is_of_service, is_of_storage
+from alto.service.coordinator.faults import code_of, code_of_end, is_of_service, is_of_storage
 from alto.service.coordinator.housekeeping import keep_house
 from alto.service.coordinator.leadership import PATIENCE_S, Leadership, LostLeadershipError
 from alto.service.coordinator.projection import Projection
@@ -347,7 +347,8 @@ class Coordinator:
         if state.outcome == "finished":
             self._finish(job, live.projection)
         elif state.outcome == "failed":
-            self._fail(job, "training_failed", None, state.reason or "the executor failed")
+            code, param = code_of_end(state.error, "training_failed")
+            self._fail(job, code, param, state.reason or "the executor failed")
         # A stopped one was paused or cancelled; where it was resumed meanwhile, the next turn submits it again.
 
     def _finish(self, job: JobRow, projection: Projection) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
+from alto import errors
 from alto.errors import AltoError, DataError, ModelError, RunWriteError
 from alto.service.coordinator.leadership import LostLeadershipError
 from alto.service.errors import ApiError
 
-__all__ = ["code_of", "is_of_service", "is_of_storage"]
+__all__ = ["code_of", "code_of_end", "is_of_service", "is_of_storage"]
 
 
 def is_of_service(error: Exception) -> bool:
@@ -19,13 +20,22 @@ def is_of_service(error: Exception) -> bool:
 
 def code_of(error: Exception, code: str) -> tuple[str, str | None]:
     """The code and the parameter of a job's error: ``code`` where neither its rows nor its model are the cause."""
-    match error:
-        case DataError():
-            return "invalid_training_file", "training_file"
-        case ModelError():
-            return "invalid_model", "model"
-        case ApiError():
-            return error.code or code, error.param
+    if isinstance(error, ApiError):
+        return error.code or code, error.param
+    return _code_of_class(type(error), code)
+
+
+def code_of_end(error: str, code: str) -> tuple[str, str | None]:
+    """The same, of an executor that has ended with an error whose class is called ``error``."""
+    found = getattr(errors, error, None)
+    return _code_of_class(found if isinstance(found, type) else Exception, code)
+
+
+def _code_of_class(kind: type, code: str) -> tuple[str, str | None]:
+    if issubclass(kind, DataError):
+        return "invalid_training_file", "training_file"
+    if issubclass(kind, ModelError):
+        return "invalid_model", "model"
     return code, None
 
 

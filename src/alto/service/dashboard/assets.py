@@ -30,6 +30,7 @@ class _Asset:
     digest: str
 
 
+@router.head("/{digest}/{name}")
 @router.get("/{digest}/{name}")
 def get(request: Request, digest: str, name: str) -> Response:
     """A script or a style."""

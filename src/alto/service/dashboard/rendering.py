@@ -85,7 +85,13 @@ def live_answer(seen: str, fragments: Iterable[str], *, data: dict[str, Any], **
 
 
 class PageRoute(APIRoute):
-    """A route to a page: errors are pages too, and who has no key is sent to the login."""
+    """A route to a page: errors are pages too, who has no key is sent to the login, and HEAD is answered as GET is,
+    without the page."""
+
+    def __init__(self, path: str, endpoint: Callable[..., Any], **settings: Any) -> None:
+        super().__init__(path, endpoint, **settings)
+        if "GET" in self.methods:
+            self.methods.add("HEAD")
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """The handler, with errors shown."""
@@ -107,7 +113,7 @@ class PageRoute(APIRoute):
 
 def error_page(request: Request, error: ApiError) -> Response:
     """The page of an error; the way to the login where a key is missing."""
-    if error.status == 401 and request.method == "GET":
+    if error.status == 401 and request.method in ("GET", "HEAD"):
         return _to_login(request)
     found = page(request, "error.html.jinja", status=error.status, error_status=error.status, message=error.message)
     found.headers.update(error.headers)

@@ -46,7 +46,7 @@ def tasks_now(
 
 def _context(service: Service, caller: Caller, after: str | None) -> dict[str, Any]:
     with service.store.reading() as session:
-        number = None if after is None else find_job(session, caller.tenant, after).number
+        number = None if after is None else find_job(session, caller.tenant, after, "after").number
         statement = select(JobRow).where(JobRow.tenant == caller.tenant)
         rows, has_more = page_of(session, statement, JobRow.number, after=number, limit=_PER_PAGE)
     return {"lines": [line_of(service, row) for row in rows], "has_more": has_more, "after": after}

@@ -234,7 +234,7 @@ def list_(
         statement = select(JobRow).where(JobRow.tenant == caller.tenant)
         for condition in _conditions(service, request):
             statement = statement.where(condition)
-        number = None if after is None else find_job(session, caller.tenant, after).number
+        number = None if after is None else find_job(session, caller.tenant, after, "after").number
         rows, has_more = page_of(session, statement, JobRow.number, after=number, limit=limit)
     return list_object([job_object(row) for row in rows], has_more=has_more)
 

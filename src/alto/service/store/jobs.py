@@ -21,15 +21,15 @@ OPEN = ("validating_files", "queued", "running", "paused")
 ENDED = ("succeeded", "failed", "cancelled")
 
 
-def find_job(session: Session, tenant: str, job: str) -> JobRow:
-    """A job of a tenant.
+def find_job(session: Session, tenant: str, job: str, param: str = "fine_tuning_job_id") -> JobRow:
+    """A job of a tenant, which a request names by ``param``.
 
     Raises:
         ApiError: There is none.
     """
     row = session.scalar(select(JobRow).where(JobRow.id == job, JobRow.tenant == tenant))
     if row is None:
-        raise not_found("fine-tuning job", job, "fine_tuning_job_id")
+        raise not_found("fine-tuning job", job, param)
     return row
 
 
