@@ -42,7 +42,7 @@ class Bench:
         """The id of a new job that has been checked."""
         jobs = self.clients[tenant].fine_tuning.jobs
         hyperparameters: Any = {**FIXED, **(own or {})}
-        job = jobs.create(
+        job: str = jobs.create(
             model="alto-tiny", training_file=self._files[tenant], hyperparameters=hyperparameters, **more
         ).id
         self._names[job] = name

@@ -90,7 +90,7 @@ class PageRoute(APIRoute):
 
     def __init__(self, path: str, endpoint: Callable[..., Any], **settings: Any) -> None:
         super().__init__(path, endpoint, **settings)
-        if "GET" in self.methods:
+        if self.methods is not None and "GET" in self.methods:
             self.methods.add("HEAD")
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
