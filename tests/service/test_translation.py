@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from alto.service.errors import ApiError
-from alto.service.openai.translation import ALLOWED_TASK_KEYS, build, task_values
+from alto.service.openai.translation import ALLOWED_TASK_KEYS, build, clone_changes, task_values
 from alto.spec.job_config import JOB_FIELDS
 from alto.spec.keys import JOB_ALIASES, TASK_ALIASES
 from alto.spec.task import TASK_FIELDS
@@ -312,3 +312,28 @@ def test_regular_expressions_are_refused(values: dict[str, Any]) -> None:
 def test_names_of_modules_are_taken() -> None:
     found = asked({"lr": 1e-4, "target_modules": ["q_proj", "mlp.down_proj"]}).jobs[0].config.target_modules
     assert set(found) == {"q_proj", "mlp.down_proj"}
+
+
+def test_a_clone_takes_the_names_of_a_request() -> None:
+    changes = {"n_epochs": 2, "batch_size": 4, "learning_rate_multiplier": 2, "lora_dropout": 0.1}
+    assert clone_changes(changes) == {
+        "num_train_epochs": 2,
+        "per_device_train_batch_size": 4,
+        "learning_rate": task_values("supervised", changes, seed=None)["learning_rate"],
+        "lora_dropout": 0.1,
+    }
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"n_epochs": 2, "num_train_epochs": 3},
+        {"learning_rate_multiplier": "auto"},
+        {"learning_rate_multiplier": [1, 2]},
+        {"target_modules": ".*"},
+        *({key: "x"} for key in ("objective", "config", "tokenizer")),
+    ],
+)
+def test_a_clone_takes_single_values_and_nothing_that_a_request_may_not_set(changes: dict[str, Any]) -> None:
+    with pytest.raises(ApiError):
+        clone_changes(changes)
