@@ -22,7 +22,7 @@ from alto.spec.outside import is_number
 
 __all__ = ["base_key", "estimate_of", "known_estimate", "remember_duration", "remember_estimate"]
 
-_SCHEDULING = ("name", "priority", "tenant", "report_to", "share_executor")
+_SCHEDULING = ("name", "priority", "tenant", "report_to", "share_executor", "keep")
 """Keys of a task that do not affect what it takes."""
 
 _CODEC = TypeAdapter(TaskEstimate)

@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from alto.errors import JobCommandError, QueueCommandError, RunError
 from alto.runs.files import replace_file, writing
+from alto.runs.kept import check_can_continue
 from alto.runs.run_dir import RunDir
 from alto.spec.outside import read_json
 
@@ -252,9 +253,12 @@ class Mailbox(_Mailbox[Command]):
             warm: A clone starts from the job's best adapter.
 
         Raises:
-            JobCommandError: The place of the mailbox is taken by a file.
+            JobCommandError: The place of the mailbox is taken by a file, or a finished run is to train further jobs and
+                has not kept all states.
             RunWriteError: The run directory cannot be written.
         """
+        if action in _EXTENDING:
+            check_can_continue(self._run)
         return self._send({"action": action, "job": job, "changes": changes or {}, "warm": warm})
 
     @property
