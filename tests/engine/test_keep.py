@@ -20,7 +20,8 @@ from alto.runs import Action, Mailbox, RunDir, read_history
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("keep") / "base")
+    folder: Path = save_model(tmp_path_factory.mktemp("keep") / "base")
+    return folder
 
 
 def tuned(base: Path, folder: Path, **settings: Any) -> RunDir:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -43,7 +43,7 @@ def prune(
     dirs = [run for root in runs for run in _runs_in(root)]
     # Nothing is removed where one of them is refused.
     histories = [_finished(run) for run in dirs]
-    facts = []
+    facts: list[dict[str, Any]] = []
     for run, history in zip(dirs, histories, strict=True):
         with run.locked():
             freed = remove_states(run, history, keep)
@@ -51,7 +51,7 @@ def prune(
         facts.append({"dir": str(run.root), "kept": kept, "freed_bytes": freed})
         if not as_json:
             typer.echo(f"{run.root}: freed {freed:,} bytes, kept the best adapters of {', '.join(kept) or 'no job'}")
-    total = sum(fact["freed_bytes"] for fact in facts)
+    total = sum(int(fact["freed_bytes"]) for fact in facts)
     if as_json:
         print_json({"runs": facts, "freed_bytes": total})
     elif len(facts) > 1:
