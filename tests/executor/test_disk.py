@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -55,13 +56,13 @@ def test_jobs_that_a_search_will_add_are_counted(tmp_path: Path) -> None:
 
 def test_space_is_looked_up_where_the_run_would_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    usage = disk.shutil.disk_usage
+    usage = shutil.disk_usage
 
     def noted(path: Path) -> Any:
         asked.append(path)
         return usage(path)
 
-    monkeypatch.setattr(disk.shutil, "disk_usage", noted)
+    monkeypatch.setattr(shutil, "disk_usage", noted)
     assert free_bytes(tmp_path / "not" / "there" / "yet") > 0
     assert asked == [tmp_path.resolve()]
 
