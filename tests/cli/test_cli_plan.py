@@ -43,9 +43,18 @@ def test_a_plan_is_shown_and_nothing_is_run(task_file: Path):
     assert "max_slots" in text
     assert "chosen" in text
     assert "which costs" in text
+    assert re.search(r"disk: at most [\d.]+ MiB while it trains, of [\d.,]+ [GM]iB that are free", text)
+    assert "may take" not in text
     assert not (task_file.parent / "runs").exists()
     assert "measured earlier" in " ".join(CliRunner().invoke(app, ["plan", str(task_file)]).output.split())
     assert "measured now" in " ".join(CliRunner().invoke(app, ["plan", str(task_file), "--refresh"]).output.split())
+
+
+def test_a_plan_says_that_the_disk_may_be_too_small(task_file: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("alto.executor.profiling.disk.free_bytes", lambda folder: 2**10)
+    found = json.loads(CliRunner().invoke(app, ["plan", str(task_file), "--json"]).output)["tasks"][0]
+    assert found["disk_free_bytes"] == 2**10 < found["disk_bytes"]
+    assert [note for note in found["notes"] if "of disk space while they train, and 0 MiB are free in" in note]
 
 
 @pytest.mark.slow("queues")

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import alto
 from alto.cli import app
 from alto.early_exit import audit, selection_of
-from alto.errors import RunError, TaskInterruptedError
+from alto.errors import JobCommandError, RunError, TaskInterruptedError
 from alto.export import is_outdated
 from alto.lora import read_adapter
 from alto.runs import Action, Mailbox, RunDir, read_history
@@ -39,6 +39,7 @@ def task_in(folder: Path, **settings: Any) -> alto.Task:
         "model": str(folder / "base"),
         "search_space": SPACE,
         "early_exit": False,
+        "keep": "all",
         "report_to": "none",
         "num_train_epochs": 3,
         "eval_steps": 0.2,
@@ -169,9 +170,19 @@ def test_a_best_adapter_of_the_result_before_is_replaced(finished: RunDir) -> No
 
 
 def test_a_run_whose_states_are_gone_keeps_its_result(finished: RunDir) -> None:
+    Mailbox(finished).send(Action.CLONE, "job-001", changes=CHANGES)
     shutil.rmtree(finished.job("job-000", "last"))
     before = finished.journal_file.read_bytes()
+    with pytest.raises(JobCommandError, match=r"of all 2 jobs, found those of 1 missing .* only .* keep: all takes"):
+        alto.Engine().resume(finished.root)
+    assert finished.journal_file.read_bytes() == before
+    assert finished.job("job-001", "best").is_dir()
+
+
+def test_a_run_whose_states_are_damaged_keeps_its_result(finished: RunDir) -> None:
     Mailbox(finished).send(Action.CLONE, "job-001", changes=CHANGES)
+    (finished.job("job-000", "last") / "optimizer.safetensors").write_bytes(b"")
+    before = finished.journal_file.read_bytes()
     with pytest.raises(RunError, match="found some missing or changed, so it cannot train further jobs"):
         alto.Engine().resume(finished.root)
     assert finished.journal_file.read_bytes() == before

@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def next_task(folder: Path, **settings: Any) -> alto.Task:
-    keys = {"model": str(folder / "base"), "init_adapter": str(folder / "first"), **QUIET}
+    keys = {"model": str(folder / "base"), "init_adapter": str(folder / "first"), "keep": "all", **QUIET}
     if "lr" not in settings.get("search_space", {}):
         keys["lr"] = 1e-2
     return make_task(folder, **(keys | settings))

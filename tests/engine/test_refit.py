@@ -51,6 +51,7 @@ def tuned(model: Path, tmp_path_factory: pytest.TempPathFactory) -> alto.TaskRes
         search_space=SPACE,
         lr_scheduler_type="cosine",
         r=4,
+        keep="all",
         **QUIET,
     )
     return alto.Engine(output_dir=folder / "runs").tune(task)
@@ -280,7 +281,7 @@ def test_an_unfinished_run_and_a_refit_are_refused(
 
 
 def test_a_winner_that_began_with_weights_of_another_is_refused(model: Path, tmp_path: Path) -> None:
-    task = make_task(tmp_path, model=str(model), num_train_epochs=2, lr=1e-3, **QUIET)
+    task = make_task(tmp_path, model=str(model), num_train_epochs=2, lr=1e-3, keep="all", **QUIET)
     result = alto.Engine(output_dir=tmp_path / "runs").tune(task)
     Mailbox(RunDir(Path(result.run_dir))).send(Action.CLONE, "job-000", changes={"learning_rate": 1e-2}, warm=True)
     again = alto.Engine().resume(result.run_dir)

@@ -92,23 +92,48 @@ def test_what_was_not_committed_is_undone(store: StateStore) -> None:
     assert not store.folder("b", "last").exists()
 
 
-def test_the_checkpoint_before_the_last_can_be_gone_back_to(store: StateStore) -> None:
+def test_a_predecessor_is_kept_until_its_successor_is_durable(store: StateStore) -> None:
+    folder = store.folder("a", "last")
+    for step, beside in ((1, {"last"}), (2, {"last", "last.previous"})):
+        store.save("a", "last", step, text(f"step {step}"))
+        assert {path.name for path in folder.parent.iterdir()} == beside
+        store.remove_predecessors()
+        store.commit()
+        assert [path.name for path in folder.parent.iterdir()] == ["last"]
+    assert store.restore({("a", "last"): 2})
+    assert content_of(store) == "step 2"
+
+
+def test_a_predecessor_of_a_state_that_was_not_saved_again_stays(store: StateStore) -> None:
+    """Another checkpoint says nothing of it."""
+    for step in (1, 2):
+        store.save("a", "last", step, text(f"step {step}"))
+        if step == 1:
+            store.commit()
+    other = StateStore(RunDir(store.folder("a", "last").parents[2]))
+    other.save("b", "last", 1, text("b"))
+    other.remove_predecessors()
+    assert store.restore({("a", "last"): 1})
+    assert content_of(store) == "step 1"
+
+
+def test_a_restored_checkpoint_leaves_nothing_beside_it(store: StateStore) -> None:
+    """A process may have died before it removed a predecessor."""
     for step in (1, 2):
         store.save("a", "last", step, text(f"step {step}"))
         store.commit()
-    (store.folder("a", "last") / "weights.txt").write_text("step Z")
-    assert not store.restore({("a", "last"): 2})
-    assert store.restore({("a", "last"): 1})
-    assert content_of(store) == "step 1"
+    assert store.restore({("a", "last"): 2})
+    assert [path.name for path in store.folder("a", "last").parent.iterdir()] == ["last"]
 
 
 def test_a_job_that_did_not_change_belongs_to_both_checkpoints(store: StateStore) -> None:
     store.save("a", "last", 5, text("parked"))
     for step in (1, 2):
         store.save("b", "last", step, text(f"step {step}"))
+        store.remove_predecessors()
         store.commit()
-    assert store.restore({("a", "last"): 5, ("b", "last"): 1})
-    assert (content_of(store, "a"), content_of(store, "b")) == ("parked", "step 1")
+    assert store.restore({("a", "last"): 5, ("b", "last"): 2})
+    assert (content_of(store, "a"), content_of(store, "b")) == ("parked", "step 2")
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from alto.spec import EarlyExit
 
 SPACE = {"lr": [1e-3, 1e-2, 1e30], "batch_size": [8]}
 OFF = EarlyExit(enabled=False)
+JOBS = ("job-000", "job-001", "job-002")
 
 Send = Callable[..., None]
 
@@ -35,7 +36,13 @@ class Commanded:
 
     def __init__(self, folder: Path, **settings: Any) -> None:
         folder.mkdir(exist_ok=True)
-        settings = {"search_space": SPACE, "max_grad_norm": 0, "early_exit": OFF, "eval_steps": 0.2} | settings
+        settings = {
+            "search_space": SPACE,
+            "max_grad_norm": 0,
+            "early_exit": OFF,
+            "eval_steps": 0.2,
+            "keep": "all",
+        } | settings
         self.task = make_task(folder, **settings)
         self.run_dir = RunDir.create(folder / "runs", self.task)
         self.mailbox = Mailbox(self.run_dir)
@@ -118,6 +125,39 @@ def test_a_job_dropped_at_a_rung_can_be_resumed_and_win_its_place_back(tmp_path:
     assert [(event["job"], event["reason"]) for event in of(events, "job_exited")] == [("job-000", "underperforming")]
     assert commanded.outcome("job-000") == (None, 15)
     assert audit(entries(events)) == ()
+
+
+@pytest.mark.parametrize("keep", ["winner", "finalists"])
+def test_a_job_that_lost_keeps_its_best_adapter_and_no_state_to_be_resumed_from(keep: str, tmp_path: Path) -> None:
+    commanded = Commanded(
+        tmp_path,
+        search_space={"lr": [1e-3, 1e-2], "batch_size": [8]},
+        early_exit=EarlyExit(rungs=((0.2, 0.5),)),
+        keep=keep,
+    )
+    commanded.at(Action.RESUME, "job-000", event="job_exited")
+    commanded.at(Action.CLONE, "job-000", event="command_refused", changes={"lr": 2e-3}, warm=True)
+    events = commanded.run()
+    refused, cloned = commanded.answers
+    assert refused is not None
+    assert cloned is not None
+    assert not refused.done
+    assert re.search(rf"its state removed, as the task has keep: {keep}; clone it, or set keep: all", refused.message)
+    assert cloned.done, "its best adapter is there until the task ends"
+    kinds = {job: sorted(path.name for path in (commanded.run_dir.root / "jobs" / job).iterdir()) for job in JOBS}
+    assert kinds == {"job-000": ["best"], "job-001": ["best"], "job-002": ["best", "start"]}
+    (saved,) = {event["jobs"]["job-000"]["step"] for event in of(events, "checkpoint")[-1:]}
+    assert saved == 3
+    assert audit(entries(events)) == ()
+
+
+@pytest.mark.parametrize("keep", ["finalists", "all"])
+def test_a_job_that_its_user_stopped_can_be_resumed_whatever_is_kept_at_the_end(keep: str, tmp_path: Path) -> None:
+    commanded = Commanded(tmp_path, keep=keep)
+    commanded.at(Action.STOP, "job-000", event="eval", step=3)
+    commanded.at(Action.RESUME, "job-000", event="eval", of="job-001", step=9)
+    commanded.run()
+    assert commanded.outcome("job-000") == (None, 15)
 
 
 def test_a_fresh_clone_trains_as_the_same_configuration_would_have(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Build:
     def build(name: str, **settings: Any) -> Run:
         if name not in runs:
             folder = tmp_path_factory.mktemp(name)
-            task = make_task(folder, **({"search_space": SPACE, "max_grad_norm": 0} | settings))
+            task = make_task(folder, **({"search_space": SPACE, "max_grad_norm": 0, "keep": "all"} | settings))
             run_dir = RunDir.create(folder / "runs", task)
             result = run_task(task, run_dir)
             runs[name] = Run(task=task, result=result, root=run_dir.root, events=read_journal(run_dir.root))
@@ -382,7 +382,7 @@ def test_a_job_that_goes_nan_ends_and_its_sibling_does_not_notice(run: Build) ->
 
 
 def test_if_all_diverge_the_error_names_the_remedy_and_the_run_stays(tmp_path: Path) -> None:
-    task = make_task(tmp_path, search_space={"lr": [1e30, 1e31]})
+    task = make_task(tmp_path, search_space={"lr": [1e30, 1e31]}, keep="all")
     run_dir = RunDir.create(tmp_path / "runs", task)
     with pytest.raises(NoResultError, match=r"'tiny': .* found that all 2 diverged before; lower the learning rates"):
         run_task(task, run_dir)

@@ -80,6 +80,7 @@ def population(folder: Path) -> Task:
         max_tokens_per_pass=300,
         num_train_epochs=2,
         eval_steps=0.25,
+        keep="all",
         search={"algorithm": "pbt", "num_initial_jobs": 4, "interval": 0.3, "exchanged": 0.25},
         search_space={"lr": {"min": 1e-5, "max": 2e-3, "log": True}, "batch_size": [4, 7]},
         **saved_settings(folder),

@@ -22,7 +22,7 @@ RUNG = {"rungs": [[0.5, 1.0]], "detect_divergence": False, "detect_overfitting":
 
 
 def states(run: Run) -> dict[str, bytes]:
-    files = (path for path in run.root.glob("jobs/*/*/*.safetensors") if path.parent.suffix != ".previous")
+    files = run.root.glob("jobs/*/*/*.safetensors")
     return {str(path.relative_to(run.root)): path.read_bytes() for path in files}
 
 

@@ -47,6 +47,7 @@ def task(tmp_path: Path, model: Path) -> alto.Task:
         search_space=SPACE,
         early_exit=EARLY_EXIT,
         lr_scheduler_type="constant",
+        keep="all",
         select_by={"scorer": "exact_match", "max_new_tokens": 4, "at": [0.5]},
     )
 

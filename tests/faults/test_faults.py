@@ -24,6 +24,8 @@ from alto.early_exit import audit
 from alto.engine.runner import TaskRunner
 from alto.errors import RunBusyError, RunError, RunNotFoundError, RunWriteError, TaskInterruptedError
 from alto.executor import session
+from alto.executor.checkpoint import StateStore
+from alto.executor.recorder import JournalRecorder
 from alto.runs import Action, Journal, JournalEntry, Mailbox, RunDir, read_entries, read_events, read_history
 from alto.runs.events import CheckpointSaved, JobEvaluated
 
@@ -138,15 +140,50 @@ def test_a_damaged_run_falls_back_to_what_is_whole(kind: str, stopped: Path, und
     assert (stopped / "best" / "adapter_model.safetensors").is_file()
 
 
-def test_damage_costs_no_more_than_it_must_and_is_told(stopped: Path) -> None:
-    """The job that moved between the last two checkpoints has both; one that did not is what all of them rest on."""
+def test_a_state_that_is_damaged_on_disk_costs_the_run_and_is_told(stopped: Path) -> None:
+    """One copy is kept of it: its predecessor is removed once it is durable."""
+    assert not [*stopped.glob("jobs/*/*.previous")]
     checkpoints = [event for event in read_journal(stopped) if event["event"] == "checkpoint"]
     moved = next(job for job, at in checkpoints[-1]["jobs"].items() if at["slot"] is not None)
     flip(stopped / "jobs" / moved / "last" / "adapter_model.safetensors")
     alto.Engine().resume(stopped)
-    (resumed,) = [event for event in read_journal(stopped) if event["event"] == "task_resumed"]
-    assert resumed["notes"] == ["The last 2 checkpoints are damaged; the run continues from the one before."]
-    assert resumed["seq"] > 5
+    started = read_journal(stopped)[0]
+    assert started["notes"][0].endswith("checkpoints are damaged; the run starts from the beginning.")
+
+
+class DeathError(BaseException):
+    """Stands for a kill: no code catches it to save anything."""
+
+
+@pytest.mark.parametrize(("owner", "name"), [(JournalRecorder, "checkpoint"), (StateStore, "remove_predecessors")])
+def test_a_process_that_dies_around_a_commit_loses_nothing_that_was_committed(
+    owner: type,
+    name: str,
+    model: Path,
+    tmp_path: Path,
+    undisturbed: tuple[Any, Any, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It dies when states are on disk and not in the journal, or when they are and their predecessors still there."""
+    calls, done = iter(range(6)), getattr(owner, name)
+
+    def die_at_last(*args: Any) -> None:
+        if next(calls, None) is None:
+            raise DeathError
+        done(*args)
+
+    task = task_in(tmp_path, model)
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, name, die_at_last)
+        with pytest.raises(DeathError):
+            alto.Engine(output_dir=tmp_path / "runs").tune(task)
+    (root,) = (tmp_path / "runs").iterdir()
+    assert [*root.glob("jobs/*/*.previous")], "the last commit needs them, or nobody removed them"
+    alto.Engine().resume(root)
+    events = read_journal(root)
+    assert [event["notes"] for event in events if event["event"] == "task_resumed"] == [[]]
+    assert told(root) == undisturbed
+    assert {path.name for path in root.glob("jobs/*/*")} == {"best"}
 
 
 def test_a_run_that_begins_anew_says_so(stopped: Path) -> None:

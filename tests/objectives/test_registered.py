@@ -398,6 +398,7 @@ def test_its_setting_is_searched_from_the_task_file_to_the_report(install: Insta
     (tmp_path / "task.yaml").write_text(FILES["task.yaml"], encoding="utf-8")
     assert len(load_task(tmp_path / "task.yaml").jobs) == 4
     changes = ["search_space.seed=[1, 2]", "num_train_epochs=1", "early_exit=false", "max_length=32", "r=2"]
+    changes += ["keep=all"]
     task = load_task(tmp_path / "task.yaml", changes)
     result = alto.Engine(output_dir=tmp_path / "runs").tune(task)
     history = read_history(result.run_dir)

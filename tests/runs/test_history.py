@@ -4,7 +4,8 @@ import json
 import math
 
 import pytest
-from journals import entries, entry
+from counting import num_calls
+from journals import Journal, config, entries, entry
 
 from alto.errors import RunError, RunNotFoundError
 from alto.records import Rung
@@ -238,3 +239,33 @@ def test_a_run_whose_journal_is_damaged_is_not_known_to_have_a_result(tmp_path, 
     (tmp_path / "best").mkdir()
     (tmp_path / "journal.jsonl").write_text(json.dumps({"seq": 0, "time": 0.0, **line}) + "\n")
     assert not has_result(RunDir(tmp_path))
+
+
+def sweep(num_jobs: int) -> list[dict]:
+    """A run whose jobs take one step each, all alike."""
+    journal = Journal()
+    journal.start({f"job-{number:04d}": config(1e-4, 8) for number in range(num_jobs)})
+    for number in range(num_jobs):
+        journal.train_to(f"job-{number:04d}", 1, since=0, validation=2.0)
+    return journal.events
+
+
+def test_folding_takes_as_much_work_per_event_however_many_jobs_there_are():
+    few, many = (entries(sweep(num_jobs)) for num_jobs in (50, 500))
+    calls_of_few, _ = num_calls(RunHistory.of, few)
+    _, history = num_calls(lambda: RunHistory.of(many), at_most=12 * calls_of_few)
+    assert history.samples_trained == 500 * 10
+
+
+def test_the_pace_counts_the_samples_of_all_jobs_after_every_event(small_run, preference_run, interrupted_run):
+    for run in (small_run, preference_run, interrupted_run):
+        history = RunHistory()
+        for one in entries(run):
+            history.apply(one)
+            if one.name == "train":
+                assert history.pace._points[-1] == (one.time, history.samples_trained)
+
+
+def test_a_rung_has_the_samples_of_all_jobs_until_then(small_run):
+    (rung,) = RunHistory.of(entries(small_run)).rungs
+    assert rung.samples_trained == 400

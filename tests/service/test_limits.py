@@ -76,6 +76,30 @@ def test_bytes_are_limited_those_of_uploads_too(site: Site) -> None:
     assert site.send("POST", "/v1/files", "full", **file).status_code == 200
 
 
+def test_folders_of_runs_count_too(site: Site) -> None:
+    site.keys["large"] = limited(site, "large", max_bytes=3 * len(ROWS))
+    site.ids["large"] = {"file_id": site.upload("large")}
+    run = site.served.service.settings.root / "runs" / "large" / "ftjob-large"
+    (run / "jobs" / "job-000" / "last").mkdir(parents=True)
+    state = run / "jobs" / "job-000" / "last" / "optimizer.safetensors"
+    state.write_bytes(b"x" * len(ROWS))
+    assert site.served.service.run_bytes("large") == len(ROWS)
+    assert site.job("large").status_code == 200, "all that is allowed, and no more"
+    state.write_bytes(b"x" * 3 * len(ROWS))
+    file = {"files": {"file": ("a", ROWS)}, "data": {"purpose": "fine-tune"}}
+    about = {"bytes": 1, "filename": "a", "mime_type": "a", "purpose": "fine-tune"}
+    for answer in (
+        site.send("POST", "/v1/files", "large", **file),
+        site.send("POST", "/v1/uploads", "large", json=about),
+        site.job("large"),
+    ):
+        error = refused(answer, 429)
+        assert error["code"] == "storage_quota_exceeded"
+        assert f"found {len(ROWS)} of files, " in error["message"]
+        assert "wait for tasks to end, whose checkpoints are removed then" in error["message"]
+    assert site.job("a").status_code == 200, "others are not limited"
+
+
 def test_gpus_are_limited(site: Site) -> None:
     site.keys["small"] = limited(site, "small", max_gpus=2)
     site.ids["small"] = {"file_id": site.upload("small")}

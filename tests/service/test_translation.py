@@ -24,7 +24,7 @@ REFUSED_TASK_KEYS = {
     # Scorers and trackers reach other servers.
     *("select_by", "num_finalists", "report_to"),
     # Set by the service itself.
-    *("name", "method", "tenant", "share_executor", "checkpoint_interval_s", "token_cache", "test_jobs"),
+    *("name", "method", "tenant", "share_executor", "checkpoint_interval_s", "keep", "token_cache", "test_jobs"),
     # Methods that requests cannot name.
     *("problem_type", "num_labels", "id2label"),
 }

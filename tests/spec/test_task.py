@@ -58,6 +58,7 @@ def test_defaults():
         "priority": 0,
         "tenant": "",
         "share_executor": True,
+        "keep": "finalists",
         "max_length": None,
         "eval_steps": 0.05,
         "max_slots": None,

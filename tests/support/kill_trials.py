@@ -186,11 +186,7 @@ def facts(root: Path) -> dict[str, Any]:
             changing = ("seq", "time", "versions", "dataset", "base_model", "model")
             lives.setdefault(subject, []).append({k: v for k, v in event.items() if k not in changing})
     last = {k: v for k, v in events[-1].items() if k not in ("seq", "time")}
-    files = {
-        str(path.relative_to(root)): path.read_bytes().hex()
-        for path in sorted(root.rglob("*.safetensors"))
-        if path.parent.suffix != ".previous"
-    }
+    files = {str(path.relative_to(root)): path.read_bytes().hex() for path in sorted(root.rglob("*.safetensors"))}
     return {
         "curves": curves,
         "lives": lives,
@@ -204,7 +200,7 @@ def compare(root: Path, expected: dict[str, Any]) -> list[str]:
     """What differs from the undisturbed run, and what is lying about."""
     found = facts(root)
     differences = [key for key in expected if found[key] != expected[key]]
-    leftovers = [path.name for path in root.rglob("*") if path.name.endswith((".new", ".partial"))]
+    leftovers = [path.name for path in root.rglob("*") if path.name.endswith((".new", ".partial", ".previous"))]
     missing = [name for name in ("best/metrics.json", "best/README.md", "report.html") if not (root / name).is_file()]
     return differences + leftovers + missing
 

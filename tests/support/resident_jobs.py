@@ -99,7 +99,7 @@ PAIRS = TaskData(train=make_pairs(28, seed=1), validation=make_pairs(6, seed=2))
 
 
 def make_task(configs: list[dict[str, object]], **settings: object) -> Task:
-    """A task with exactly these jobs."""
+    """A task with exactly these jobs; the last states of all stay, to be compared."""
     filled = [{"lora_alpha": "2*r", "target_modules": "all-linear"} | config for config in configs]
     keys = {key for config in filled for key in config}
     defaults = {
@@ -119,7 +119,8 @@ def make_task(configs: list[dict[str, object]], **settings: object) -> Task:
         "label_smoothing": 0.0,
     }
     paired = {key: [config.get(key, defaults.get(key)) for config in filled] for key in sorted(keys)}
-    values = {"model": "unused", "dataset": "unused.jsonl", "num_train_epochs": 2, "max_tokens_per_pass": 300}
+    values = {"model": "unused", "dataset": "unused.jsonl", "keep": "all"}
+    values |= {"num_train_epochs": 2, "max_tokens_per_pass": 300}
     fixed = {key: value for key, value in (values | settings).items() if key not in paired}
     return Task(**fixed, search_space={"paired": paired})
 

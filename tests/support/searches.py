@@ -37,6 +37,7 @@ def make(search: dict[str, Any], **changes: Any) -> Task:
         "eval_steps": 0.25,
         "search": search,
         "search_space": SPACE,
+        "keep": "all",
     }
     return Task(**{**settings, **changes})
 

@@ -17,6 +17,7 @@ from alto.cli import (
     listing,
     plan,
     preview,
+    prune,
     queue,
     refit,
     report,
@@ -53,6 +54,7 @@ app.command(rich_help_panel=_RUNS)(report.report)
 app.command(rich_help_panel=_RUNS)(compare.compare)
 app.command("eval", rich_help_panel=_RUNS)(evaluate.evaluate)
 app.command(rich_help_panel=_RUNS)(export.export)
+app.command(rich_help_panel=_RUNS)(prune.prune)
 app.command(rich_help_panel=_QUEUES)(run.run)
 app.command(rich_help_panel=_QUEUES)(queue.submit)
 app.command(rich_help_panel=_QUEUES)(queue.cancel)

@@ -75,7 +75,7 @@ def create(
     ] = None,
     max_gpus: Annotated[int | None, typer.Option(min=1, help="GPUs of the tenant at a time.")] = None,
     max_tasks: Annotated[int | None, typer.Option(min=1, help="Open tasks of the tenant.")] = None,
-    max_bytes: Annotated[int | None, typer.Option(min=1, help="Bytes of the tenant's files.")] = None,
+    max_bytes: Annotated[int | None, typer.Option(min=1, help="Bytes of the tenant's files and runs.")] = None,
     requests_per_s: Annotated[float | None, typer.Option(min=0.001, help="Requests of the tenant a second.")] = None,
     share_executors: Annotated[
         bool | None, typer.Option(help="Train the tenant's tasks beside those of others that allow it too.")

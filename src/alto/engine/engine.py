@@ -29,6 +29,7 @@ from alto.engine.task_queue import TaskQueue
 from alto.engine.trainer_callbacks import observers_of
 from alto.errors import SpecError
 from alto.evaluation import EvaluationSettings, OnProgress
+from alto.executor.profiling.disk import with_free_space
 from alto.exporting import ExportSettings, check_before, write_export
 from alto.records import (
     DataPreview,
@@ -147,8 +148,7 @@ class Engine:
         return result
 
     def plan(self, task: Task, *, refresh: bool = False) -> TaskPlan:
-        """Plan ``task``: memory, packing, time. Measured unless a measurement is cached; trains nothing and writes no
-        run.
+        """Plan ``task``: memory, packing, time, disk space. Measured unless that is cached; trains and writes nothing.
 
         Args:
             refresh: Measure again, even where a measurement is cached.
@@ -158,7 +158,7 @@ class Engine:
             DeviceMemoryError: The task cannot fit; the message states what does.
         """
         with self._runner_of(task, progress=False) as runner:
-            return runner.plan(task, refresh=refresh)
+            return with_free_space(runner.plan(task, refresh=refresh), Path(self.output_dir))
 
     def resume(
         self,

@@ -22,7 +22,7 @@ from alto.spec.outside import is_number
 
 __all__ = ["base_key", "estimate_of", "known_estimate", "remember_duration", "remember_estimate"]
 
-_SCHEDULING = ("name", "priority", "report_to", "share_executor")
+_SCHEDULING = ("name", "priority", "report_to", "share_executor", "keep")
 """Keys of a task that do not affect what it takes. The tenant is none of them: an estimate would tell one tenant that
 another has trained the same rows."""
 

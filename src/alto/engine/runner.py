@@ -51,6 +51,7 @@ from alto.runs import (
     load_run_task,
     note_resumption,
     read_history,
+    remove_states,
     task_outcome,
 )
 from alto.runs.events import BaseDescription
@@ -295,7 +296,8 @@ class TaskRunner:
         return result
 
     def _export(self, task: Task, run_dir: RunDir) -> TaskOutcome:
-        result = task_outcome(read_history(run_dir.root), run_dir)
+        history = read_history(run_dir.root)
+        result = task_outcome(history, run_dir)
         run_dir.check_lock()
         if not run_dir.best.is_dir() or is_outdated(result):
             export_best(
@@ -309,6 +311,8 @@ class TaskRunner:
                 chat_template=task.base_model.chat_template,
                 labels=task.label_set,
             )
+        if "keep" in task.model_fields_set:  # a run that ended before the key existed keeps what it has
+            remove_states(run_dir, history, task.keep)
         return replace(result, notices=_reported(run_dir))
 
 

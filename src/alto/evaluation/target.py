@@ -9,7 +9,7 @@ from pathlib import Path
 from alto.backbone import resolve_model
 from alto.errors import RunNotFoundError, SpecError, UnsupportedError
 from alto.lora import SavedAdapter, is_adapter, read_saved_adapter
-from alto.runs import RunDir, load_run_task
+from alto.runs import RunDir, load_run_task, read_history
 from alto.spec import BaseModelSpec, Task
 from alto.spec.chat_template import TEMPLATE_NAME
 
@@ -175,9 +175,17 @@ def best_of_jobs(run: RunDir, jobs: Sequence[str]) -> dict[str, Path]:
     """Folders of the best adapters of ``jobs``; of all that have one where none is named.
 
     Raises:
-        RunNotFoundError: One of them has none, or none has.
+        RunNotFoundError: One of them has none, or none has, or some were removed.
     """
     bests = _bests(run)
+    removed = [job for job in _ended_with_best(run) if job not in bests and (job in jobs or not jobs)]
+    if removed:
+        named = ", ".join(removed[:5]) + (" and others" if len(removed) > 5 else "")
+        raise RunNotFoundError(
+            f"job: expected the best adapters of {named} in {run.root}, found that they were removed when the task "
+            "ended or by alto prune; a new run keeps them with keep: all. Name jobs that have one with --job: "
+            f"{_listed(bests)}"
+        )
     for job in jobs:
         if job not in bests:
             raise RunNotFoundError(
@@ -189,6 +197,15 @@ def best_of_jobs(run: RunDir, jobs: Sequence[str]) -> dict[str, Path]:
             f"job: expected jobs of {run.root} with a best adapter, found none that has been evaluated yet; resume it"
         )
     return {job: bests[job] for job in (jobs or bests)}
+
+
+def _ended_with_best(run: RunDir) -> list[str]:
+    """The jobs of a finished run that had a best adapter when it ended; none of a run whose journal is gone."""
+    try:
+        history = read_history(run.root)
+    except RunNotFoundError:
+        return []
+    return [job.job for job in history.jobs.values() if job.best_step] if history.result is not None else []
 
 
 def _bests(run: RunDir) -> dict[str, Path]:

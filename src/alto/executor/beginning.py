@@ -12,6 +12,7 @@ from alto.data import TaskData
 from alto.early_exit import rung_notes
 from alto.executor.context import TaskContext
 from alto.executor.model_notes import model_notes
+from alto.executor.profiling.disk import disk_bytes, disk_notes, free_bytes
 from alto.executor.recorder import describe_job
 from alto.executor.recovery import ResumeState, data_fingerprints, refit_fact
 from alto.executor.task_state import TaskState
@@ -85,6 +86,7 @@ def begin_events(state: TaskState, start: RunStart) -> Iterator[Event]:
             *_fusion_notes(context.backbone),
             *metric_notes(task.metric, task.method, configs),
             *_rung_notes(state),
+            *_disk_notes(state, start.run_dir),
         ),
         references=context.references,
         gpu_hour_price=task.search.budget.gpu_hour_price,
@@ -144,6 +146,11 @@ def _refit_notes(context: TaskContext) -> tuple[str, ...]:
         f"{len(context.data.train):,} rows, those to validate on included, for the {refit.steps:,} steps of its best "
         f"checkpoint (of a schedule of {job.schedule_steps:,}). There is no validation.",
     )
+
+
+def _disk_notes(state: TaskState, run_dir: RunDir) -> tuple[str, ...]:
+    needed = disk_bytes(state.context, state.slot_manager.num_slots)
+    return disk_notes(needed, free_bytes(run_dir.root), run_dir.root)
 
 
 def _padding_notes(backbone: Backbone) -> tuple[str, ...]:

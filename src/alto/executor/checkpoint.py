@@ -1,11 +1,13 @@
 """States of jobs on disk. A committed set of states survives the death of the process at any time.
 
 A job has up to two states: ``best``, the adapter of its best evaluation, and ``last``, the adapter and optimizer
-state at its last save. A state is a folder in PEFT's own format; ``last`` adds ``optimizer.safetensors``, the tensors
-of :class:`alto.lora.OptimizerState`. ``state.json``, written last, holds the step and the other files' digests.
+state at its last save, while it can be resumed. A state is a folder in PEFT's own format; ``last`` adds
+``optimizer.safetensors``, the tensors of :class:`alto.lora.OptimizerState`. ``state.json``, written last, holds the
+step and the other files' digests.
 
 A checkpoint of the run refers to one state of every job by its step. Saving never touches a state that the last
-committed checkpoint refers to: that one moves aside to ``<kind>.previous`` and is deleted after the next commit.
+committed checkpoint refers to: that one moves aside to ``<kind>.previous`` and is removed once the next checkpoint is
+in the journal (:meth:`StateStore.remove_predecessors`).
 """
 
 from __future__ import annotations
@@ -85,6 +87,16 @@ class StateStore:
         """Note that another rank saves a state."""
         self._uncommitted.add(self.folder(job, kind))
 
+    def remove_predecessors(self) -> None:
+        """Remove what the saved states replace; the checkpoint that refers to them is durable. One rank does this,
+        before any commits."""
+        for folder in self._uncommitted:
+            shutil.rmtree(_beside(folder, "previous"), ignore_errors=True)
+
+    def remove(self, job: str, kind: Kind) -> None:
+        """Remove a state that no durable checkpoint refers to; no error if absent."""
+        shutil.rmtree(self.folder(job, kind), ignore_errors=True)
+
     def commit(self) -> None:
         """Make every saved state part of the checkpoint."""
         self._uncommitted.clear()
@@ -110,7 +122,8 @@ class StateStore:
                     state.rename(folder)
             for job_folder in (self._run.root / "jobs").glob("*"):
                 for kind in KINDS:
-                    shutil.rmtree(job_folder / f"{kind}.new", ignore_errors=True)
+                    for suffix in ("new", "previous"):
+                        shutil.rmtree(job_folder / f"{kind}.{suffix}", ignore_errors=True)
                     if (job_folder.name, kind) not in steps:
                         shutil.rmtree(job_folder / kind, ignore_errors=True)
         self._uncommitted.clear()

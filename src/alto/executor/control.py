@@ -139,6 +139,11 @@ class Control:
                 f"expected a job that was ended early, found that {job.id} has done all its {job.total_steps} steps; "
                 "clone it with a larger num_train_epochs instead"
             )
+        if not job.is_resumable:
+            raise JobCommandError(
+                f"expected a job whose state was kept, found that {job.id} was ended by a rule and its state removed, "
+                f"as the task has keep: {self._state.context.task.keep}; clone it, or set keep: all in a new run"
+            )
         self._lifecycle.reopen(job, command.id)
         return f"{job.id} resumes after {job.step} of {job.total_steps} steps"
 

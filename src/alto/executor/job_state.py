@@ -28,7 +28,8 @@ class JobState:
         slot: Where it is resident, counted over all ranks; None while it is pending, parked or over.
         is_data_parallel: Every rank holds a copy of its adapter in the same local slot and trains a part of its rows;
             ``slot`` is that of the first.
-        saved_step: Step of its ``last`` state on disk; 0 while there is none.
+        saved_step: Step of its ``last`` state on disk, or after which it ended for good; 0 while there is none.
+        is_resumable: Its ``last`` state is saved; not of a job that has ended for good.
         saved_best_step: Step of its ``best`` state on disk; 0 while there is none.
         unsaved_losses: Training losses since the last ``train`` event.
         unsaved_router_losses: Load-balancing losses of the same steps; empty where it trains without.
@@ -45,6 +46,7 @@ class JobState:
     slot: int | None = None
     is_data_parallel: bool = False
     saved_step: int = 0
+    is_resumable: bool = True
     saved_best_step: int = 0
     unsaved_losses: list[float] = field(default_factory=list)
     unsaved_router_losses: list[float] = field(default_factory=list)

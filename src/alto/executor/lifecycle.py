@@ -59,6 +59,8 @@ class JobLifecycle:
             command: Id of the user's command; None where a rule ended the job.
         """
         self._recorder.losses(job)
+        # A job that its user stops can be resumed while the task runs.
+        job.is_resumable = self._keeps_all or (decision is not None and decision.reason is ExitReason.STOPPED)
         slot = self._state.slot_manager.evict(job) if job.slot is not None else None
         best = self._state.selection.best(job.id)
         if decision is None:
@@ -74,6 +76,7 @@ class JobLifecycle:
             test: Its loss on the test rows; None where it was not measured.
         """
         self._recorder.losses(job)
+        job.is_resumable = self._keeps_all
         slot = self._state.slot_manager.evict(job)
         self._recorder.job_finished(job, slot, test)
 
@@ -153,6 +156,10 @@ class JobLifecycle:
         self._state.selection.fork(fork.id, origin.id)
         self._recorder.job_added(fork, origin=origin.id, replaces=replaces)
 
+    @property
+    def _keeps_all(self) -> bool:
+        return self._state.context.task.keep == "all"
+
     def _add(self, job: JobState) -> None:
         self._fit(job)
         self._state.jobs[job.id] = job
@@ -181,5 +188,7 @@ class JobLifecycle:
             state.slot_manager.save(job)
         ranks.barrier()  # until every state is on disk
         self._recorder.checkpoint(state.jobs.values())
+        if ranks.is_first:
+            state.slot_manager.remove_predecessors(state.jobs.values())
         ranks.barrier()  # until the journal is on disk too
         state.slot_manager.commit()

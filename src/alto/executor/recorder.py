@@ -288,7 +288,9 @@ class JournalRecorder:
     def checkpoint(self, jobs: Iterable[JobState]) -> None:
         """Commit what is on disk of ``jobs``: this event survives a loss of power when the call returns."""
         saved = {
-            job.id: SavedJob(step=job.saved_step, slot=job.slot, best_step=job.saved_best_step)
+            job.id: SavedJob(
+                step=job.saved_step, slot=job.slot, best_step=job.saved_best_step, is_resumable=job.is_resumable
+            )
             for job in jobs
             if job.saved_step
         }

@@ -13,7 +13,16 @@ from alto.backbone import base_differences
 from alto.data import TaskData, digest_of, running_digests
 from alto.errors import RunChangedError, RunError, RunNotFoundError
 from alto.executor.checkpoint import Kind, StateStore
-from alto.runs import JournalEntry, Mailbox, RunDir, RunHistory, read_intact_events, replace_file, writing
+from alto.runs import (
+    JournalEntry,
+    Mailbox,
+    RunDir,
+    RunHistory,
+    check_can_continue,
+    read_intact_events,
+    replace_file,
+    writing,
+)
 from alto.runs.events import (
     NO_SEQ,
     BaseDescription,
@@ -134,13 +143,15 @@ def recover(run: RunDir) -> ResumeState:
     """Restore the states of ``run`` as of its last intact checkpoint; its journal is cut when a `Journal` is opened
     with the returned state.
 
-    A damaged checkpoint, journal line or state costs everything after the checkpoint before it; without any checkpoint
-    the run starts from the beginning. A finished run is not changed; where a command waits that gives it more to train,
+    States of earlier checkpoints are removed once the next one is durable. A journal line or a state that is damaged
+    afterwards costs everything since an earlier checkpoint whose states are all still there; without one, the run
+    starts from the beginning. A finished run is not changed; where a command waits that gives it more to train,
     it continues after its result, if its last checkpoint is intact. The function is idempotent, also when it is
     interrupted.
 
     Raises:
-        RunError: A finished run is to train further jobs, and a state of its last checkpoint is missing or damaged.
+        JobCommandError: A finished run is to train further jobs, and has not kept all states.
+        RunError: The same, and a state of its last checkpoint is damaged.
         RunWriteError: The run directory cannot be written.
     """
     entries, is_cut = _readable_entries(run)
@@ -149,6 +160,8 @@ def recover(run: RunDir) -> ResumeState:
         return ResumeState(lines=[encode(entry) for entry in entries])
     store = StateStore(run)
     ends = [index for index, entry in enumerate(entries, start=1) if isinstance(entry.event, CheckpointSaved)]
+    if has_result:
+        check_can_continue(run)
     if has_result and not (ends and _is_restored(store, entries[ends[-1] - 1])):
         raise RunError(
             f"expected the states of all jobs of the finished run {run.root} as it saved them, found some missing or "
@@ -376,7 +389,7 @@ def _refusal(run: RunDir) -> tuple[Mapping[str, Any] | None, bool]:
 def _is_restored(store: StateStore, entry: JournalEntry) -> bool:
     assert isinstance(entry.event, CheckpointSaved)
     jobs = entry.event.jobs
-    last: dict[tuple[str, Kind], int] = {(job, "last"): saved.step for job, saved in jobs.items()}
+    last: dict[tuple[str, Kind], int] = {(job, "last"): saved.step for job, saved in jobs.items() if saved.is_resumable}
     best: dict[tuple[str, Kind], int] = {
         (job, "best"): saved.best_step for job, saved in jobs.items() if saved.best_step
     }

@@ -195,6 +195,7 @@ class TaskSession:
             job = state.jobs[job_id]
             job.step = job.saved_step = saved.step
             job.saved_best_step = saved.best_step
+            job.is_resumable = saved.is_resumable
             # A bank may have fewer slots than there were, or jobs of other tasks in them: such a job stays parked.
             if saved.slot is not None and state.slot_manager.is_free(saved.slot):
                 self._lifecycle.admit(job, saved.slot, FROM_CHECKPOINT)

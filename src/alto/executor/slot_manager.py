@@ -164,7 +164,7 @@ class SlotManager:
         job.unsaved_best = (job.step, self.trainer.bank.read(self._local_slot(job)) if self._is_ours(job) else None)
 
     def save(self, job: JobState) -> None:
-        """Save the job's state, where it is not on disk already."""
+        """Save the job's state, where it is not on disk already; only the best adapter of one that ended for good."""
         if job.unsaved_best is not None:
             step, best = job.unsaved_best
             if best is not None:
@@ -172,7 +172,9 @@ class SlotManager:
             else:
                 self._store.saved_elsewhere(job.id, "best")
             job.saved_best_step, job.unsaved_best = step, None
-        if job.slot is not None and job.saved_step != job.step:
+        if job.slot is None or job.saved_step == job.step:
+            return
+        if job.is_resumable:
             if self._is_ours(job):
                 local_slot = self._local_slot(job)
                 weights, optimizer = self.trainer.bank.read(local_slot), self.trainer.optimizer.read(local_slot)
@@ -184,12 +186,20 @@ class SlotManager:
                 self._store.save(job.id, "last", job.step, fill)
             else:
                 self._store.saved_elsewhere(job.id, "last")
-            job.saved_step = job.step
+        job.saved_step = job.step
 
     def saved(self, job: JobState, kind: Literal["best", "last"]) -> Path:
         """The folder of the adapter that the job has now, or of its best so far; saved where it is not on disk."""
         self.save(job)
         return self._store.folder(job.id, kind)
+
+    def remove_predecessors(self, jobs: Iterable[JobState]) -> None:
+        """Remove the states that the saved ones replace, and the last ones of ``jobs`` that have ended for good: the
+        journal has a checkpoint that refers to none of them."""
+        self._store.remove_predecessors()
+        for job in jobs:
+            if not job.is_resumable:
+                self._store.remove(job.id, "last")
 
     def commit(self) -> None:
         """Commit the saved states: a resumed run starts from them."""

@@ -51,10 +51,15 @@ def plan_text(plan: TaskPlan, *, price_per_hour: float | None = None) -> Rendera
     time = [("time", f"{_priced(plan.duration_s, most)} with early exit off")]
     if plan.expected_duration_s < plan.duration_s:
         time.append(("", f"{_priced(plan.expected_duration_s, expected)} expected with it"))
+    disk = []
+    if plan.disk_free_bytes is not None:
+        free = _size(plan.disk_free_bytes)
+        disk.append(("disk", f"at most {_size(plan.disk_bytes)} while it trains, of {free} that are free"))
     notes = [("note", clean(note)) for note in plan.notes]
     why = [("", f"one slot: {plan.why_one_slot}")] if plan.why_one_slot else []
     title = Text(f"{plan.task} on {plan.model}, {plan.device}")
-    return Group(title, _labelled(head), _table(plan), _labelled([("packing", chosen), *why, *time, *notes]), Text(""))
+    tail = [("packing", chosen), *why, *time, *disk, *notes]
+    return Group(title, _labelled(head), _table(plan), _labelled(tail), Text(""))
 
 
 def _labelled(lines: Sequence[tuple[str, str]]) -> Table:

@@ -98,6 +98,8 @@ class TaskPlan:
         profile_s: Duration of the measurement, in seconds.
         notes: Notices about the data, the model and the measurement, as sentences.
         profile: Name of the measurement in the cache.
+        disk_bytes: Most bytes that the states of its jobs take on disk while it trains.
+        disk_free_bytes: Bytes that are free where its run would be; None where that is not known.
     """
 
     task: str
@@ -124,6 +126,8 @@ class TaskPlan:
     notes: tuple[str, ...] = ()
     why_one_slot: str = ""
     profile: str = ""
+    disk_bytes: int = 0
+    disk_free_bytes: int | None = None
 
     def cost(self, price_per_hour: float) -> tuple[float, float]:
         """Largest and expected cost of the task, in the currency of the price."""

@@ -18,6 +18,7 @@ from alto.runs.journal import (
     read_intact_entries,
     read_intact_events,
 )
+from alto.runs.kept import check_can_continue, kept_jobs, remove_states
 from alto.runs.lock import LockFile
 from alto.runs.mailbox import Action, Answer, Command, Mailbox, QueueAction, QueueCommand, QueueMailbox
 from alto.runs.overview import RunState, RunSummary, find_runs, latest_run, summarise
@@ -63,6 +64,7 @@ __all__ = [
     "Stage",
     "TaskHistory",
     "TaskStage",
+    "check_can_continue",
     "choice_notes",
     "cut_journal",
     "ending_in_time",
@@ -72,6 +74,7 @@ __all__ = [
     "history_before",
     "in_background",
     "is_disk_full",
+    "kept_jobs",
     "latest_run",
     "load_run_task",
     "note_resumption",
@@ -81,6 +84,7 @@ __all__ = [
     "read_intact_entries",
     "read_intact_events",
     "read_queue_history",
+    "remove_states",
     "replace_file",
     "resume_command",
     "summarise",

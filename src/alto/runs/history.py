@@ -7,6 +7,7 @@ both always show the same. Unknown events and fields are ignored.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,7 @@ class RunHistory(JournalFold):
         self.adapter_check: AdapterCheck | None = None
         self.result: events.TaskCompleted | None = None
         self._open_stays: dict[str, list[Occupancy]] = {}
+        self._num_samples = 0  # samples_trained, without a sum over all jobs at every event
 
     @property
     def name(self) -> str:
@@ -167,6 +169,27 @@ class RunHistory(JournalFold):
         return sorted(self.jobs.values(), key=lambda job: (job is not best, job.rank_key))
 
     def _fold(self, event: Event, time: float) -> None:
+        names = _jobs_of(event)
+        before = self._samples_of(names)
+        self._fold_event(event, time)
+        self._num_samples += self._samples_of(names) - before
+        if isinstance(event, events.WarmupEnded):
+            self.rungs.append(
+                RungOutcome(
+                    rung=event.rung,
+                    progress=event.progress,
+                    kept=event.kept,
+                    dropped=event.dropped,
+                    samples_trained=self._num_samples,
+                )
+            )
+        if isinstance(event, _CHANGES_SAMPLES):
+            self.pace.note(time, self._num_samples)
+
+    def _samples_of(self, names: Iterable[str]) -> int:
+        return sum(self.jobs[name].samples_trained for name in names if name in self.jobs)
+
+    def _fold_event(self, event: Event, time: float) -> None:
         match event:
             case events.TaskStarted():
                 self.started = event
@@ -182,12 +205,6 @@ class RunHistory(JournalFold):
                 self._on_train(event)
             case events.JobEvaluated():
                 self._on_evaluated(event)
-            case events.WarmupEnded(rung=rung, progress=progress, kept=kept, dropped=dropped):
-                self.rungs.append(
-                    RungOutcome(
-                        rung=rung, progress=progress, kept=kept, dropped=dropped, samples_trained=self.samples_trained
-                    )
-                )
             case events.OutOfMemory():
                 self.memory_events.append(event)
             case events.RungScored():
@@ -207,8 +224,6 @@ class RunHistory(JournalFold):
                 self.result = event
             case _:
                 self._fold_move(event, time)
-        if isinstance(event, _CHANGES_SAMPLES):
-            self.pace.note(time, self.samples_trained)
 
     def _fold_move(self, event: Event, time: float) -> None:
         """Handle an event by which a job is added, ends, or changes its slot."""
@@ -342,6 +357,14 @@ class RunHistory(JournalFold):
         for stay in self._open_stays.pop(job.job, ()):
             stay.end = stay.start if time is None else time
         job.slot, job.ranks, job.stage = None, (), stage
+
+
+def _jobs_of(event: Event) -> Iterable[str]:
+    """The jobs whose samples an event may change."""
+    if isinstance(event, events.TaskStarted):
+        return {description.job for description in event.jobs}
+    job = getattr(event, "job", None)
+    return () if job is None else (job,)
 
 
 def read_history(run_dir: str | Path) -> RunHistory:

@@ -201,6 +201,8 @@ class JobHistory:
     def keep_best(self, step: int, validation_loss: float) -> None:
         """Set the evaluation at ``step`` as its best."""
         self.best_step, self.best_validation_loss = step, validation_loss
-        for point, metrics in zip(self.evaluations, self.metrics, strict=True):
+        # The latest evaluations are most often the ones.
+        for point, metrics in zip(reversed(self.evaluations), reversed(self.metrics), strict=True):
             if point.step == step:
                 self.best_score, self.best_metrics = point.score, metrics
+                break

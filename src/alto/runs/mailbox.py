@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from alto.errors import JobCommandError, MailboxFullError, QueueCommandError, RunError
 from alto.runs.files import replace_file, writing
+from alto.runs.kept import check_can_continue
 from alto.runs.run_dir import RunDir
 from alto.spec.outside import read_json
 
@@ -256,7 +257,8 @@ class Mailbox(_Mailbox[Command]):
 
         Raises:
             MailboxFullError: :data:`MOST_KEPT` commands wait already.
-            JobCommandError: The place of the mailbox is taken by a file.
+            JobCommandError: The place of the mailbox is taken by a file, or a finished run is to train further jobs and
+                has not kept all states.
             RunWriteError: The run directory cannot be written.
         """
         if (found := self.num_pending) >= MOST_KEPT:
@@ -264,6 +266,8 @@ class Mailbox(_Mailbox[Command]):
                 f"expected fewer than {MOST_KEPT} commands that wait for this task, found {found}; let it run, so that "
                 "it carries them out"
             )
+        if action in _EXTENDING:
+            check_can_continue(self._run)
         return self._send({"action": action, "job": job, "changes": changes or {}, "warm": warm})
 
     def answer(self, command_id: str, answer: Answer) -> None:

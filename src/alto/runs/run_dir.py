@@ -6,7 +6,7 @@
         task.yaml            the task as it was resolved
         journal.jsonl        everything that happened
         jobs/<job>/best/     adapter with the job's best validation loss, PEFT format
-        jobs/<job>/last/     adapter and optimizer state of the job's last checkpoint
+        jobs/<job>/last/     adapter and optimizer state of the job's last checkpoint, while it can be resumed
         jobs/<job>/start/    adapter that a cloned job starts from
         control/             commands of other processes
         best/                the task's best adapter
@@ -15,7 +15,9 @@
         run.lock             held by the process that works on the run
         lease                number of the last permission to work on it, where a service gives them
 
-``best.previous`` and ``last.previous`` are what the last committed checkpoint refers to while a newer one is written.
+When the task ends, only what its key ``keep`` says stays in ``jobs`` (:mod:`alto.runs.kept`).
+``best.previous`` and ``last.previous`` are what the last committed checkpoint refers to while a newer one is written;
+they are removed once that is committed.
 """
 
 from __future__ import annotations

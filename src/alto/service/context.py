@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,6 +64,15 @@ class Service:
     def run_of(self, job: JobRow) -> Path:
         """Folder of the run of a job; it has everything of it, so that deleted files do not matter."""
         return self.settings.root / "runs" / job.tenant / job.id
+
+    def run_bytes(self, tenant: str) -> int:
+        """Bytes of the files in the folders of all runs of a tenant; one that is removed meanwhile does not count."""
+        found = 0
+        for folder, _, names in os.walk(self.settings.root / "runs" / tenant):
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):
+                    found += os.lstat(os.path.join(folder, name)).st_size
+        return found
 
     def tenant(self, session: Session, caller: Caller) -> Tenant | None:
         """The row of the caller's tenant; None for the one that needs no key."""

@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
 from pathlib import Path
+from typing import Generic, TypeAlias, TypeVar
 
 from alto.runs import RunHistory, read_history
 
 __all__ = ["Histories"]
 
-_MOST = 64
+_MOST_HISTORIES = 64
+_MOST_FIGURES = 10_000
 
-
-@dataclass(frozen=True, slots=True)
-class _Known:
-    state: tuple[int, int, int]
-    history: RunHistory
+T = TypeVar("T")
+_State: TypeAlias = tuple[int, int, int]
 
 
 class Histories:
     """The histories of runs that were asked for lately; none of them may be changed. Used by any thread."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[Path, _Known] = OrderedDict()
-        self._lock = threading.Lock()
+        self._histories: _Lately[Path, RunHistory] = _Lately(_MOST_HISTORIES)
+        self._figures: _Lately[tuple[Path, Hashable], object] = _Lately(_MOST_FIGURES)
 
     def read(self, run: Path) -> RunHistory:
         """The history of a run; an empty one where it has no journal yet.
@@ -33,18 +32,57 @@ class Histories:
         Raises:
             RunError: Its journal is damaged.
         """
-        try:
-            found = (run / "journal.jsonl").stat()
-        except FileNotFoundError:
-            return RunHistory()
-        state = (found.st_ino, found.st_size, found.st_mtime_ns)
+        state = _state_of(run)
+        return RunHistory() if state is None else self._histories.get(run, state, lambda: read_history(run))
+
+    def figures(self, run: Path, of: Hashable, make: Callable[[RunHistory], T]) -> T:
+        """A few numbers of a run, kept for far more runs than histories are, so that long lists of runs are cheap.
+
+        Args:
+            run: Its folder.
+            of: What else the numbers depend on.
+            make: Makes them from the history of the run; not called where its journal is as it was.
+
+        Raises:
+            RunError: Its journal is damaged.
+        """
+        state = _state_of(run)
+        if state is None:
+            return make(RunHistory())
+        found: T = self._figures.get((run, of), state, lambda: make(self.read(run)))  # type: ignore[assignment]
+        return found
+
+
+K = TypeVar("K")
+
+
+class _Lately(Generic[K, T]):
+    """Values that were asked for lately, each with the state of the file that it was made from."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._known: OrderedDict[K, tuple[_State, T]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: K, state: _State, make: Callable[[], T]) -> T:
         with self._lock:
-            known = self._known.get(run)
-        if known is None or known.state != state:
-            known = _Known(state, read_history(run))
+            known = self._known.get(key)
+            if known is not None:
+                self._known.move_to_end(key)
+        if known is None or known[0] != state:
+            known = (state, make())
             with self._lock:
-                self._known[run] = known
-                self._known.move_to_end(run)
-                while len(self._known) > _MOST:
+                self._known[key] = known
+                self._known.move_to_end(key)
+                while len(self._known) > self._most:
                     self._known.popitem(last=False)
-        return known.history
+        return known[1]
+
+
+def _state_of(run: Path) -> _State | None:
+    """Changes with the journal of a run; None where it has none yet."""
+    try:
+        found = (run / "journal.jsonl").stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns

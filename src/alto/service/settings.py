@@ -59,7 +59,8 @@ class ServiceSettings(SpecModel):
         max_upload_bytes: Largest file.
         max_request_bytes: Largest body of any other request.
         max_jobs: Most configurations of one task.
-        max_gpus, max_tasks, max_bytes, requests_per_s: Limits of tenants that have none of their own.
+        max_gpus, max_tasks, max_bytes, requests_per_s: Limits of tenants that have none of their own. Bytes are those
+            of uploaded files and of the folders of runs.
         vllm: A server that answers for the adapters; None where there is none.
         hub_push: Whether tenants may upload their adapters to the Hugging Face hub, with the token of the service, to
             any repository that this token can write.
@@ -82,7 +83,7 @@ class ServiceSettings(SpecModel):
     max_jobs: int = Field(default=1000, ge=1, le=10_000, description="most jobs of one task")
     max_gpus: int | None = Field(default=None, ge=1, description="GPUs of a tenant at a time")
     max_tasks: int | None = Field(default=None, ge=1, description="open tasks of a tenant")
-    max_bytes: int | None = Field(default=None, ge=1, description="bytes of a tenant's files")
+    max_bytes: int | None = Field(default=None, ge=1, description="bytes of a tenant's files and runs")
     requests_per_s: float | None = Field(default=None, gt=0, description="requests of a tenant a second")
     vllm: VllmSettings | None = Field(default=None, description="a server that answers for the adapters")
     hub_push: bool = Field(default=False, description="whether adapters may be uploaded to the hub")

@@ -48,9 +48,10 @@ from alto.spec.task_checks import (
 )
 from alto.spec.validation import check_path, plain
 
-__all__ = ["AdapterDtype", "Job", "MixtureSource", "OnBadRow", "RowFormName", "Task", "TrainOn"]
+__all__ = ["AdapterDtype", "Job", "Keep", "MixtureSource", "OnBadRow", "RowFormName", "Task", "TrainOn"]
 
 AdapterDtype = Literal["float32", "bfloat16"]
+Keep = Literal["winner", "finalists", "all"]
 TRACKERS = ("tensorboard", "mlflow", "wandb", "trackio")
 """Experiment trackers that a task can report to."""
 
@@ -121,6 +122,11 @@ class Task(DataKeys):
             split. None lets the engine decide by the device.
         checkpoint_interval_s: Seconds of work that a killed run loses at most; checkpoints are less frequent where
             writing them would take more than a twentieth of the time.
+        keep: Whose adapters stay in the run's folder when the task ends: that of the ``winner``; those of the
+            ``finalists``: the winner, the jobs that did all their steps, those that were ranked at the last rung, and
+            those whose answers were scored; or ``all`` adapters, and the states from which jobs are resumed. Without
+            ``all``, a job that a rule ends loses that state at the next checkpoint, and a finished run takes no further
+            jobs.
 
     Raises:
         SpecError: A value is out of its domain, values contradict each other, two jobs are the same, or there are
@@ -163,6 +169,7 @@ class Task(DataKeys):
     )
     torch_compile: bool = Field(default=False, description="compile the layers of the base model")
     checkpoint_interval_s: float = Field(default=60.0, ge=0, le=86400, description="seconds between two checkpoints")
+    keep: Keep = Field(default="finalists", description="whose adapters stay on disk when the task ends")
     dtype: Dtype = Field(default="auto", description="precision of the base model")
     load_in_4bit: bool = Field(default=False, description="keep the base model's linear layers in 4 bits (NF4)")
     load_in_8bit: bool = Field(default=False, description="keep the base model's linear layers in 8 bits")

@@ -102,7 +102,7 @@ def slot_bytes(task: Task, backbone: Backbone, shapes: Sequence[AdapterShape], n
     """Bytes of a bank on ``backbone`` with ``num_slots`` slots into each of which any job of ``task`` fits, optimizer
     state included; ``shapes`` are those of its jobs."""
     return bank_bytes(
-        _layout(shapes),
+        layout_of(shapes),
         num_slots,
         {job.config.optim for job in task.jobs},
         ADAPTER_DTYPES[task.adapter_dtype],
@@ -236,7 +236,8 @@ def _measured_jobs(task: Task, backbone: Backbone, shapes: Sequence[AdapterShape
     return -int(ranks.max(-max(1, min(MAX_JOBS, of_rank, fitting))))
 
 
-def _layout(shapes: Sequence[AdapterShape]) -> BankLayout:
+def layout_of(shapes: Sequence[AdapterShape]) -> BankLayout:
+    """The layout of a slot into which each of ``shapes`` fits."""
     modules = dict.fromkeys(module for shape in shapes for module in shape.targets)
     return BankLayout(
         modules=tuple(modules),

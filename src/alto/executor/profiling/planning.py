@@ -9,6 +9,7 @@ from dataclasses import replace
 from alto.errors import DeviceMemoryError
 from alto.executor.context import TaskContext
 from alto.executor.planned_job import PlannedJob
+from alto.executor.profiling.disk import disk_bytes
 from alto.executor.profiling.measure import MARGIN, slot_bytes
 from alto.executor.profiling.meter import capacity_bytes
 from alto.executor.profiling.profile import Profile, find_profile, profile_task
@@ -159,6 +160,7 @@ def _plan(context: TaskContext, task: Task, *, refresh: bool) -> TaskPlan:
         profile_s=profile.duration_s,
         notes=_unsteady_notes(profile.throughput),
         profile=profile.name,
+        disk_bytes=disk_bytes(context, packing.max_slots),
     )
 
 

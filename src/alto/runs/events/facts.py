@@ -144,11 +144,13 @@ class SavedJob:
         step: Steps done.
         slot: Slot that it is in, counted through the ranks; None where it is in none.
         best_step: Step of its best evaluation whose adapter is saved; 0 where there is none.
+        is_resumable: Whether its state after ``step`` is saved; not of a job that has ended and cannot be resumed.
     """
 
     step: int
     slot: int | None = field(metadata=wire(if_absent=None))
     best_step: int = field(metadata=wire(if_absent=0))
+    is_resumable: bool = field(default=True, metadata=wire(if_absent=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

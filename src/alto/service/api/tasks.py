@@ -162,15 +162,27 @@ def history_of(service: Service, row: JobRow) -> RunHistory:
 
 def task_object(service: Service, row: JobRow) -> dict[str, Any]:
     """A task, and how far it is."""
-    history = history_of(service, row)
-    hours = device_hours(history) if history.started is not None else None
-    savings = savings_of(history, row.status)
-    best = history.best
+    status = row.status
+    figures = (
+        _figures_of(RunHistory(), status)
+        if row.run_dir is None
+        else service.histories.figures(service.run_of(row), status, lambda history: _figures_of(history, status))
+    )
     return {
         **job_object(row),
         "object": "task",
         "priority": row.priority,
         "suffix": row.suffix,
+        **figures,
+        "request": row.request,
+    }
+
+
+def _figures_of(history: RunHistory, status: str) -> dict[str, Any]:
+    hours = device_hours(history) if history.started is not None else None
+    savings = savings_of(history, status)
+    best = history.best
+    return {
         "num_jobs": len(history.jobs),
         "num_ended": sum(job.has_ended for job in history.jobs.values()),
         "share_done": round(history.decided_share, 4),
@@ -183,7 +195,6 @@ def task_object(service: Service, row: JobRow) -> dict[str, Any]:
         "device": None if hours is None else hours.device,
         "device_hours": None if hours is None else round(hours.spent_h, 5),
         "device_hours_saved": None if savings.device_h is None else round(savings.device_h, 5),
-        "request": row.request,
     }
 
 

@@ -49,7 +49,8 @@ def make_run(service: Service, job: JobRow) -> None:
                     row = find_file(session, job.tenant, file, key)
                 service.artefacts.fetch(artefact_of(row), unborn / _ROWS / name)
                 values[key] = str(unborn / _ROWS / name)
-        task = checked_task(Task(**values, name=job.id, tenant=job.tenant, report_to="none"))
+        # Users resume any job while the task runs; checkpoints are removed when it ends.
+        task = checked_task(Task(**values, name=job.id, tenant=job.tenant, report_to="none", keep="all"))
         folder = RunDir(unborn)
         folder.journal_file.touch()
         # Last, as a folder with it is complete.

@@ -276,8 +276,15 @@ def check_pending(row: UploadRow) -> None:
         raise refused(f"upload_id: expected a pending upload, found one {status}", "upload_id", "invalid_state")
 
 
-def check_quota(service: Service, session: Session, caller: Caller, num_bytes: int) -> None:
-    """Check that a tenant may have so many bytes more; what its pending uploads have announced counts.
+def check_quota(
+    service: Service, session: Session, caller: Caller, num_bytes: int, *, param: str | None = "file"
+) -> None:
+    """Check that a tenant may have so many bytes more; what its pending uploads have announced counts, and the folders
+    of its runs.
+
+    Args:
+        num_bytes: 0 checks that it does not have too many already.
+        param: Of the request, for the error.
 
     Raises:
         ApiError: It may not.
@@ -291,12 +298,14 @@ def check_quota(service: Service, session: Session, caller: Caller, num_bytes: i
     announced = select(func.coalesce(func.sum(UploadRow.num_bytes), 0)).where(
         UploadRow.tenant == caller.tenant, UploadRow.status == "pending", UploadRow.expires_at > now()
     )
-    used = int(session.scalar(kept) or 0) + int(session.scalar(announced) or 0)
-    if used + num_bytes > most:
+    files = int(session.scalar(kept) or 0) + int(session.scalar(announced) or 0)
+    runs = service.run_bytes(caller.tenant)
+    if files + runs + num_bytes > most:
         raise ApiError(
             429,
-            f"file: expected at most {most} bytes of files, found {used} and {num_bytes} more; delete some first",
-            param="file",
+            f"expected at most {most} bytes of files and runs, found {files} of files, {runs} of runs and {num_bytes} "
+            "more; delete some files, or wait for tasks to end, whose checkpoints are removed then",
+            param=param,
             code="storage_quota_exceeded",
             headers={"Retry-After": "60", "x-should-retry": "false"},
         )

@@ -16,7 +16,7 @@ from alto.service.context import Service, ServiceOf
 from alto.service.errors import ApiError, not_found, refused
 from alto.service.ids import new_id, now
 from alto.service.models import base_model_of
-from alto.service.openai.files import FINE_TUNE, find_file, mark_of
+from alto.service.openai.files import FINE_TUNE, check_quota, find_file, mark_of
 from alto.service.openai.objects import checkpoint_object, event_object, job_object, list_object
 from alto.service.openai.paging import After, Limit
 from alto.service.openai.translation import METHODS, build, task_values
@@ -158,6 +158,7 @@ def create_job(
                 code="too_many_jobs",
                 headers={"Retry-After": "60", "x-should-retry": "false"},
             )
+        check_quota(service, session, caller, 0, param=None)
         row = JobRow(
             id=new_id("ftjob"),
             tenant=caller.tenant,

@@ -48,7 +48,7 @@ class Tenant(Base):
     Attributes:
         max_gpus: The most GPUs that its tasks have at a time; None sets no limit, as below.
         max_tasks: The most tasks that wait or run.
-        max_bytes: Of all its files.
+        max_bytes: Of all its files and the folders of its runs.
         requests_per_s: Requests that are answered, on the average of some seconds.
         shares_executors: Whether its tasks may be trained in one process with those of other tenants.
     """

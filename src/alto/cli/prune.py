@@ -1,0 +1,92 @@
+"""``alto prune``: frees the disk space of adapters and states of old runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from alto.cli.completion import complete_run
+from alto.cli.options import AsJson
+from alto.cli.output import print_json
+from alto.cli.paths import reachable
+from alto.errors import RunBusyError, RunError
+from alto.runs import Mailbox, QueueDir, RunDir, RunHistory, kept_jobs, read_history, remove_states, resume_command
+from alto.spec.task import Keep
+
+__all__ = ["prune"]
+
+
+def _reachable(paths: list[Path]) -> list[Path]:
+    for path in paths:
+        reachable(path)
+    return paths
+
+
+def prune(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN...",
+            help="Folders of finished runs, or of queues, whose tasks are meant.",
+            callback=_reachable,
+            autocompletion=complete_run,
+        ),
+    ],
+    keep: Annotated[
+        Keep, typer.Option("--keep", help="Whose best adapters stay; the key of a task says the same.")
+    ] = "finalists",
+    as_json: AsJson = False,
+) -> None:
+    """Remove adapters and states of jobs that finished runs need no more; best/, journal and report stay."""
+    dirs = [run for root in runs for run in _runs_in(root)]
+    # Nothing is removed where one of them is refused.
+    histories = [_finished(run) for run in dirs]
+    facts: list[dict[str, Any]] = []
+    for run, history in zip(dirs, histories, strict=True):
+        with run.locked():
+            freed = remove_states(run, history, keep)
+        kept = sorted(job for job in kept_jobs(history, keep) if run.job(job, "best").is_dir())
+        facts.append({"dir": str(run.root), "kept": kept, "freed_bytes": freed})
+        if not as_json:
+            typer.echo(f"{run.root}: freed {freed:,} bytes, kept the best adapters of {', '.join(kept) or 'no job'}")
+    total = sum(int(fact["freed_bytes"]) for fact in facts)
+    if as_json:
+        print_json({"runs": facts, "freed_bytes": total})
+    elif len(facts) > 1:
+        typer.echo(f"freed {total:,} bytes in all")
+
+
+def _runs_in(root: Path) -> list[RunDir]:
+    """The run in ``root``, or those of the tasks of a queue that have begun.
+
+    Raises:
+        RunNotFoundError: There is none.
+    """
+    if not QueueDir.exists(root):
+        return [RunDir.open(root)]
+    queue = QueueDir.open(root)
+    entries, _ = queue.read()
+    return [run for entry in entries if (run := queue.run_of(entry.task)).journal_file.is_file()]
+
+
+def _finished(run: RunDir) -> RunHistory:
+    """The history of a run that nothing works on and nothing is left to be trained of.
+
+    Raises:
+        RunBusyError: A process works on it.
+        RunError: It is not finished, or a command waits that gives it further jobs, or its journal is damaged.
+    """
+    if run.is_locked():
+        raise RunBusyError(
+            f"expected a run that no process works on, found that one works on {run.root}; prune it when it has ended"
+        )
+    history = read_history(run.root)
+    if history.result is None or Mailbox(run).extends_run:
+        found = "an interrupted one" if history.result is None else "one that a command gives further jobs"
+        raise RunError(
+            f"expected a finished run, found {found} in {run.root}; finish it with: {resume_command(run.root)}, or "
+            "remove its folder if you need nothing of it"
+        )
+    return history

@@ -1,0 +1,106 @@
+"""Which adapters and states of jobs a finished run keeps in its folder."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from alto.errors import JobCommandError, RunNotFoundError
+from alto.runs.events import CheckpointSaved, SavedJob, TaskCompleted
+from alto.runs.files import writing
+from alto.runs.history import RunHistory
+from alto.runs.job_history import Stage
+from alto.runs.journal import read_intact_entries
+from alto.runs.run_dir import RunDir
+from alto.spec.task import Keep
+
+__all__ = ["check_can_continue", "kept_jobs", "remove_states"]
+
+_REMOVED = ".removed"
+
+
+def kept_jobs(history: RunHistory, keep: Keep) -> set[str]:
+    """The jobs of a finished run whose best adapters stay.
+
+    ``finalists`` are the winner, the jobs that did all their steps, those that were ranked at the last rung that was
+    held, and those whose answers were scored.
+    """
+    if keep == "all":
+        return {*history.jobs}
+    kept = set() if history.result is None else {history.result.best_job}
+    if keep == "finalists":
+        kept |= {job.job for job in history.jobs.values() if job.stage is Stage.COMPLETED}
+        kept |= {score.job for score in history.finalists}
+        for rung in history.rungs[-1:]:
+            kept |= {*rung.kept, *rung.dropped}
+    return kept
+
+
+def remove_states(run: RunDir, history: RunHistory, keep: Keep) -> int:
+    """Remove what a finished run does not keep; the number of bytes that this frees. Safe to repeat after a kill.
+
+    With ``all`` nothing is removed; else the best adapters of :func:`kept_jobs` stay, and no state that a job could be
+    resumed from.
+
+    Raises:
+        RunBusyError: The lock of the run is lost.
+        RunWriteError: The folder cannot be written.
+    """
+    if keep == "all":
+        return 0
+    run.check_lock()
+    kept, removed, freed = kept_jobs(history, keep), run.root / _REMOVED, 0
+    with writing(run.root, run.root / "jobs"):
+        freed += _removed([removed])
+        for folder in sorted((run.root / "jobs").glob("*")):
+            if folder.name in kept:
+                freed += _removed(part for part in folder.iterdir() if part.name != "best")
+            else:
+                # One rename: no reader finds a part of an adapter.
+                removed.mkdir(exist_ok=True)
+                folder.rename(removed / folder.name)
+        freed += _removed([removed])
+    return freed
+
+
+def check_can_continue(run: RunDir) -> None:
+    """Check that a run which is finished still has the states of all its jobs, so that it can train further ones.
+
+    Raises:
+        JobCommandError: It does not.
+    """
+    try:
+        entries = read_intact_entries(run.journal_file)
+    except RunNotFoundError:
+        return
+    if not entries or not isinstance(entries[-1].event, TaskCompleted):
+        return
+    saved = next((entry.event for entry in reversed(entries) if isinstance(entry.event, CheckpointSaved)), None)
+    jobs = {} if saved is None else saved.jobs
+    missing = [job for job, at in jobs.items() if not _has_states(run, job, at)]
+    if missing:
+        raise JobCommandError(
+            f"expected a finished run with the states of all {len(jobs)} jobs, found those of {len(missing)} missing "
+            f"in {run.root}, as they were removed when it ended or by alto prune; only a run whose task has keep: all "
+            "takes further jobs: set it, and start a new run with: alto tune"
+        )
+
+
+def _has_states(run: RunDir, job: str, saved: SavedJob) -> bool:
+    if not saved.is_resumable or not run.job(job, "last").exists():
+        return False
+    return not saved.best_step or run.job(job, "best").exists()
+
+
+def _removed(paths: Iterable[Path]) -> int:
+    """Remove files and folders; returns the bytes of their files."""
+    freed = 0
+    for path in paths:
+        if path.is_symlink() or path.is_file():
+            freed += path.lstat().st_size
+            path.unlink()
+        elif path.is_dir():
+            freed += sum(file.lstat().st_size for file in path.rglob("*") if not file.is_dir())
+            shutil.rmtree(path)
+    return freed
