@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -87,13 +89,16 @@ def test_packings_double_their_rows_by_turns_of_few_jobs_and_of_many():
     assert shapes == [(1, 1), (2, 1), (1, 4), (8, 1), (2, 8), (16, 2), (8, 8), (16, 8)]
 
 
-def take_measures(context: TaskContext, max_tokens: int = 10**6) -> Measured:
+def take_measures(
+    context: TaskContext, max_tokens: int = 10**6, clock: Callable[[], float] = time.perf_counter
+) -> Measured:
     return measure.measure(
         context.task,
         context.backbone,
         lengths_of(context.data.train),
         num_rows=len(context.data.train),
         max_tokens=max_tokens,
+        clock=clock,
     )
 
 
@@ -110,6 +115,55 @@ def test_steps_are_measured_in_rising_sizes_up_to_the_tokens_asked_for_and_the_m
     assert all(0 < point.peak_bytes < found.capacity_bytes for point in found.memory)
     assert [name for name, _ in context.backbone.model.named_modules()] == before
     assert Measured.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+
+
+class SlowClock:
+    """A clock of a machine so busy that an hour passes whenever it is read."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def __call__(self) -> float:
+        self._now += 3600.0
+        return self._now
+
+
+def test_on_a_slow_machine_two_sizes_are_measured_and_no_more(context: TaskContext):
+    found = take_measures(context, clock=SlowClock())
+    assert len({point.num_tokens for point in found.memory}) == len(found.memory) == 2
+    assert found.duration_s > 3600.0
+    assert found.durations[0].duration_s == 3600.0
+
+
+def test_a_row_longer_than_the_tokens_asked_for_does_not_hide_the_second_size(context: TaskContext):
+    assert len(take_measures(context, max_tokens=1).memory) == 2
+
+
+def test_one_job_of_one_row_a_step_is_measured_at_two_sizes(tmp_path: Path):
+    task = make_task(tmp_path, search_space={"r": [2], "per_device_train_batch_size": [1]})
+    assert len({point.num_tokens for point in take_measures(context_of(task)).memory}) == 2
+
+
+def test_where_only_the_smallest_step_fits_the_error_is_about_memory(
+    context: TaskContext, monkeypatch: pytest.MonkeyPatch
+):
+    def refuse_larger(backbone: Any, batch: Any, learners: Any) -> Any:
+        if len(batch.sequence_prefixes) > 1:
+            raise torch.OutOfMemoryError
+        return job_losses(backbone, batch, learners)
+
+    monkeypatch.setattr("alto.executor.trainer.job_losses", refuse_larger)
+    with pytest.raises(DeviceMemoryError, match=r"tokens fit on cpu and \d+ do not; lower max_length"):
+        take_measures(context)
+
+
+def test_a_process_that_measures_for_too_long_is_an_error_about_time(
+    context: TaskContext, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(profile, "CHILD_TIMEOUT_S", 0.001)
+    with pytest.raises(ProfileError, match=r"found that they take longer; set max_slots") as found:
+        plan(context)
+    assert "memory" not in str(found.value)
 
 
 def test_a_step_that_is_not_expected_to_fit_is_not_taken(context: TaskContext, monkeypatch: pytest.MonkeyPatch):
