@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -192,8 +193,11 @@ def test_a_profile_is_measured_once_and_again_when_asked_or_when_the_task_is_ano
     context: TaskContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     tasks = measured_at_once(monkeypatch)
-    assert not plan(context).is_cached
-    assert plan(context).is_cached
+    announced: list[int] = []
+    assert not plan(context, on_measuring=lambda: announced.append(len(tasks))).is_cached
+    assert announced == [0]  # before it is measured
+    assert plan(context, on_measuring=lambda: announced.append(len(tasks))).is_cached
+    assert announced == [0]
     assert len(tasks) == 1
     assert not plan(context, refresh=True).is_cached
     changed = make_task(tmp_path, search_space={"r": [2, 16], "per_device_train_batch_size": [1, 4]})
@@ -257,6 +261,20 @@ def test_a_plan_says_what_the_task_will_take(context: TaskContext, monkeypatch: 
     assert 0 < found.expected_duration_s < found.duration_s
     assert any(packing.num_slots == found.max_slots for packing in found.packings)
     assert found.cost(3600.0) == pytest.approx((found.duration_s, found.expected_duration_s))
+
+
+def test_a_plan_has_no_larger_micro_batches_than_the_rows_and_the_speed_of_the_device_ask_for(
+    context: TaskContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    measured_at_once(monkeypatch)
+    rows = context.data.train.num_row_tokens
+    found = plan(context)
+    most = sum(sum(sorted(rows, reverse=True)[:count]) for count in (4, 4, 1, 1))
+    assert max(rows) <= found.max_tokens_per_pass <= most
+    assert found.peak_bytes == found.memory.peak_bytes(found.max_tokens_per_pass, found.max_slots * found.slot_bytes)
+    early = tuple(replace(point, duration_s=point.num_tokens / 1000) for point in MEASURED.durations)
+    monkeypatch.setattr(profile, "_measured_in_child", lambda *_, **__: replace(MEASURED, durations=early))
+    assert plan(context, refresh=True).max_tokens_per_pass == max(100, *rows)  # 100 tokens are as fast as 1,000
 
 
 def test_checkpointing_is_left_off_where_the_task_fits_without_and_switched_on_where_not(
