@@ -15,7 +15,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from alto.records import Gpu
-from alto.runs.events import FORMAT, QueueEvent, RunEvent, TaskMeasured, TaskRelayed
+from alto.runs.events import FORMAT, MeasuringBegun, QueueEvent, RunEvent, TaskMeasured, TaskRelayed
 from alto.runs.events.codec import JournalEntry
 from alto.runs.events.fields import ALIASES, ALWAYS, KEY_ALIASES, VALUE_ALIASES
 from alto.runs.events.names import RELAYED, WIRE_NAMES
@@ -58,7 +58,7 @@ _WORDS: Mapping[Any, str] = {
 def page() -> str:
     """The whole page."""
     run_events, queue_events = get_args(RunEvent), get_args(QueueEvent)
-    observers_only = (TaskMeasured, TaskRelayed)
+    observers_only = (MeasuringBegun, TaskMeasured, TaskRelayed)
     in_queues = [event for event in queue_events if event not in observers_only]
     sections = [
         INTRODUCTION,

@@ -378,6 +378,7 @@ def measurement(cluster: Measuring, told: list[Any], *, is_interrupted: bool = F
         cluster=cast(Cluster, cluster),
         is_parallel=True,
         refresh=True,
+        on_measuring=lambda task: told.append(task.name),
         on_measured=lambda task, duration_s: told.append((task.name, duration_s)),
         is_interrupted=lambda: is_interrupted,
     )
@@ -391,7 +392,9 @@ def test_tasks_are_measured_side_by_side_on_gpus_and_each_on_one_node(has_gpus: 
         TaskEstimate(duration_s=20.0),
         TaskEstimate(duration_s=10.0, sharing=ANY),
     ]
-    assert told == [("wide", 20.0), ("small", 10.0)]
+    begun = ["wide", "small"]
+    ended = [("wide", 20.0), ("small", 10.0)]
+    assert told == (begun + ended if has_gpus else [begun[0], ended[0], begun[1], ended[1]])
     wide, small = cluster.launches
     assert (wide.gpus, wide.num_ranks, wide.entry) == ((Gpu("b", 0), Gpu("b", 1)), 2, PLAN_ANEW)
     assert (len(small.gpus), small.num_ranks) == (1, 1)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,13 +90,16 @@ def test_packings_double_their_rows_by_turns_of_few_jobs_and_of_many():
     assert shapes == [(1, 1), (2, 1), (1, 4), (8, 1), (2, 8), (16, 2), (8, 8), (16, 8)]
 
 
-def take_measures(context: TaskContext, max_tokens: int = 10**6) -> Measured:
+def take_measures(
+    context: TaskContext, max_tokens: int = 10**6, clock: Callable[[], float] = time.perf_counter
+) -> Measured:
     return measure.measure(
         context.task,
         context.backbone,
         lengths_of(context.data.train),
         num_rows=len(context.data.train),
         max_tokens=max_tokens,
+        clock=clock,
     )
 
 
@@ -110,6 +116,55 @@ def test_steps_are_measured_in_rising_sizes_up_to_the_tokens_asked_for_and_the_m
     assert all(0 < point.peak_bytes < found.capacity_bytes for point in found.memory)
     assert [name for name, _ in context.backbone.model.named_modules()] == before
     assert Measured.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+
+
+class SlowClock:
+    """A clock of a machine so busy that an hour passes whenever it is read."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def __call__(self) -> float:
+        self._now += 3600.0
+        return self._now
+
+
+def test_on_a_slow_machine_two_sizes_are_measured_and_no_more(context: TaskContext):
+    found = take_measures(context, clock=SlowClock())
+    assert len({point.num_tokens for point in found.memory}) == len(found.memory) == 2
+    assert found.duration_s > 3600.0
+    assert found.durations[0].duration_s == 3600.0
+
+
+def test_a_row_longer_than_the_tokens_asked_for_does_not_hide_the_second_size(context: TaskContext):
+    assert len(take_measures(context, max_tokens=1).memory) == 2
+
+
+def test_one_job_of_one_row_a_step_is_measured_at_two_sizes(tmp_path: Path):
+    task = make_task(tmp_path, search_space={"r": [2], "per_device_train_batch_size": [1]})
+    assert len({point.num_tokens for point in take_measures(context_of(task)).memory}) == 2
+
+
+def test_where_only_the_smallest_step_fits_the_error_is_about_memory(
+    context: TaskContext, monkeypatch: pytest.MonkeyPatch
+):
+    def refuse_larger(backbone: Any, batch: Any, learners: Any) -> Any:
+        if len(batch.sequence_prefixes) > 1:
+            raise torch.OutOfMemoryError
+        return job_losses(backbone, batch, learners)
+
+    monkeypatch.setattr("alto.executor.trainer.job_losses", refuse_larger)
+    with pytest.raises(DeviceMemoryError, match=r"tokens fit on cpu and \d+ do not; lower max_length"):
+        take_measures(context)
+
+
+def test_a_process_that_measures_for_too_long_is_an_error_about_time(
+    context: TaskContext, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(profile, "CHILD_TIMEOUT_S", 0.001)
+    with pytest.raises(ProfileError, match=r"found that they take longer; set max_slots") as found:
+        plan(context)
+    assert "memory" not in str(found.value)
 
 
 def test_a_step_that_is_not_expected_to_fit_is_not_taken(context: TaskContext, monkeypatch: pytest.MonkeyPatch):
@@ -138,8 +193,11 @@ def test_a_profile_is_measured_once_and_again_when_asked_or_when_the_task_is_ano
     context: TaskContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     tasks = measured_at_once(monkeypatch)
-    assert not plan(context).is_cached
-    assert plan(context).is_cached
+    announced: list[int] = []
+    assert not plan(context, on_measuring=lambda: announced.append(len(tasks))).is_cached
+    assert announced == [0]  # before it is measured
+    assert plan(context, on_measuring=lambda: announced.append(len(tasks))).is_cached
+    assert announced == [0]
     assert len(tasks) == 1
     assert not plan(context, refresh=True).is_cached
     changed = make_task(tmp_path, search_space={"r": [2, 16], "per_device_train_batch_size": [1, 4]})
@@ -204,6 +262,20 @@ def test_a_plan_says_what_the_task_will_take(context: TaskContext, monkeypatch: 
     assert 0 < found.expected_duration_s < found.duration_s
     assert any(packing.num_slots == found.max_slots for packing in found.packings)
     assert found.cost(3600.0) == pytest.approx((found.duration_s, found.expected_duration_s))
+
+
+def test_a_plan_has_no_larger_micro_batches_than_the_rows_and_the_speed_of_the_device_ask_for(
+    context: TaskContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    measured_at_once(monkeypatch)
+    rows = context.data.train.num_row_tokens
+    found = plan(context)
+    most = sum(sum(sorted(rows, reverse=True)[:count]) for count in (4, 4, 1, 1))
+    assert max(rows) <= found.max_tokens_per_pass <= most
+    assert found.peak_bytes == found.memory.peak_bytes(found.max_tokens_per_pass, found.max_slots * found.slot_bytes)
+    early = tuple(replace(point, duration_s=point.num_tokens / 1000) for point in MEASURED.durations)
+    monkeypatch.setattr(profile, "_measured_in_child", lambda *_, **__: replace(MEASURED, durations=early))
+    assert plan(context, refresh=True).max_tokens_per_pass == max(100, *rows)  # 100 tokens are as fast as 1,000
 
 
 def test_checkpointing_is_left_off_where_the_task_fits_without_and_switched_on_where_not(

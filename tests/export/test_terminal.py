@@ -10,7 +10,26 @@ from rich.console import Console
 
 from alto.export.plain import PlainView
 from alto.export.terminal import LiveView, final_summary, open_view
+from alto.export.wording import format_duration
 from alto.runs import RunHistory
+
+PROFILE = {
+    "is_cached": True,
+    "profile_s": 1.0,
+    "memory": {
+        "fixed_bytes": 1.0, "bytes_per_token": 1.0, "capacity_bytes": 1, "margin": 0.9, "error_median": 0.0,
+        "error_worst": 0.0, "points": [],
+    },
+    "throughput": {"step_s": 0.1, "job_s": 0.1, "token_s": 0.1, "eval_token_s": 0.1, "points": []},
+    "slot_bytes": 1,
+    "max_slots": 2,
+    "max_tokens_per_step": 64,
+    "max_tokens_per_pass": 64,
+    "gradient_checkpointing": False,
+    "peak_bytes": 1,
+    "duration_s": 900.0,
+    "expected_duration_s": 100.0,
+}  # fmt: skip
 
 NOW = 1_763_635_060.0
 
@@ -225,6 +244,27 @@ def test_summary_says_where_the_adapter_lies(small_run, finished):
     assert ("adapter: runs/maths-1/best" in text) is finished
     assert ("best checkpoints so far: runs/maths-1/jobs" in text) is not finished
     assert "1,700 of 4,000 samples trained, 57.5 % saved (diverging 22.5 %, underperforming 22.5 %" in text
+
+
+def test_the_time_of_a_run_counts_what_was_measured_for_it_and_not_what_was_known(small_run):
+    target, history = console(), RunHistory.of(entries(small_run))
+    for is_cached in (True, False):
+        history.forecast = entry({"event": "profile", **PROFILE, "is_cached": is_cached, "profile_s": 100.0}).event
+        target.print(final_summary(history))
+    known, measured = (line for line in target.file.getvalue().splitlines() if "finished after" in line)
+    assert known.endswith(f"finished after {format_duration(history.duration_s)}")
+    total = format_duration(history.duration_s + 100.0)
+    assert measured.endswith(f"finished after {total}, 1 min 40 s of them for measuring")
+
+
+def test_what_is_measured_is_said_before_it_is():
+    stream, begun = io.StringIO(), entry({"event": "measuring", "task": "maths", "model": "alto-tiny"})
+    PlainView(stream).observe(begun)
+    target = console()
+    LiveView(target).observe(begun)
+    for text in (stream.getvalue(), " ".join(target.file.getvalue().split())):
+        assert "measuring memory and time of maths on alto-tiny: about a minute" in text
+        assert "kept for later runs" in text
 
 
 def test_summary_rows_can_be_limited(sweep):

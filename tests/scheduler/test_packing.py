@@ -34,7 +34,13 @@ THROUGHPUT = Throughput(
         ThroughputPoint(num_jobs=4, num_tokens=2000, duration_s=1.0),
     ),
 )
-REQUEST = PackingRequest(step_tokens=(200,) * 30, longest_row=300, slot_bytes=10 * MIB, usual_tokens_per_pass=4096)
+REQUEST = PackingRequest(
+    step_tokens=(200,) * 30,
+    most_step_tokens=(2400,) * 30,
+    longest_row=300,
+    slot_bytes=10 * MIB,
+    usual_tokens_per_pass=4096,
+)
 
 
 def test_slots_are_as_many_as_saturate_the_device_and_passes_as_long_as_usual():
@@ -43,6 +49,18 @@ def test_slots_are_as_many_as_saturate_the_device_and_passes_as_long_as_usual():
     assert packing.max_tokens_per_pass == 4096
     assert packing.max_tokens_per_step == 4096
     assert packing.peak_bytes <= 900 * MIB
+
+
+def test_micro_batches_are_no_larger_than_the_longest_rows_of_the_resident_jobs():
+    rows = replace(REQUEST, step_tokens=(400, 600), most_step_tokens=(500, 900), longest_row=300)
+    packing = choose_packing(rows, MEMORY, THROUGHPUT)
+    assert packing.max_slots == 2
+    assert packing.max_tokens_per_pass == 1400
+    assert packing.peak_bytes == 260 * MIB  # 100 of the base, 2 slots of 10, 1,400 tokens of a tenth
+    one = choose_packing(replace(rows, step_tokens=(400,), most_step_tokens=(500,)), MEMORY, THROUGHPUT)
+    assert (one.max_tokens_per_pass, one.peak_bytes) == (500, 160 * MIB)
+    given = choose_packing(replace(rows, max_tokens_per_pass=4096), MEMORY, THROUGHPUT)
+    assert given.peak_bytes == packing.peak_bytes  # a higher limit of the task is never reached
 
 
 def test_slots_that_leave_no_room_for_a_saturated_step_are_given_up():
@@ -149,6 +167,7 @@ def test_a_packing_is_never_over_the_memory_that_is_planned_with(
 ):
     request = PackingRequest(
         step_tokens=step_tokens,
+        most_step_tokens=[2 * tokens for tokens in step_tokens],
         longest_row=longest_row,
         slot_bytes=slot_mib * MIB,
         usual_tokens_per_pass=usual,

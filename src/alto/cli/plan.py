@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -50,9 +51,11 @@ def plan(
     """Measure memory and time of the tasks in FILES, and show how they would be packed and scheduled."""
     tasks = [load_task(file, overrides or ()) for file in files]
     from alto.engine import Engine
-    from alto.export import plan_text, schedule_text
+    from alto.export import PlainView, plan_text, schedule_text
 
-    engine = Engine(strategy=strategy, total_gpus=total_gpus)
+    # On stderr, as the plan may be read by a program.
+    view = PlainView(sys.stderr)
+    engine = Engine(strategy=strategy, total_gpus=total_gpus, observers=[] if as_json else [view.observe])
     console = Console()
     facts = []
     for task in tasks:

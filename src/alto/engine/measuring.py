@@ -35,6 +35,7 @@ class Measurement:
     Attributes:
         is_parallel: Whether an executor is a process for each of its GPUs.
         refresh: Measure again, even where a measurement is cached.
+        on_measuring: Called with each task before it is measured; not called for one whose estimate is cached.
         on_measured: Called with each task and what it takes, in seconds.
         is_interrupted: Called every second; once it returns true, measuring ends.
     """
@@ -42,6 +43,7 @@ class Measurement:
     cluster: Cluster
     is_parallel: bool
     refresh: bool
+    on_measuring: Callable[[Task], None]
     on_measured: Callable[[Task, float], None]
     is_interrupted: Callable[[], bool]
 
@@ -74,6 +76,7 @@ class Measurement:
                 found: dict[int, TaskEstimate] = {}
                 for group in at_once:
                     for index in group:
+                        self.on_measuring(tasks[index])
                         controller.submit(self._run(index, tasks[index], folder / index))
                     for index in group:
                         while not controller.wait(index, timeout_s=_WAIT_S):

@@ -42,7 +42,7 @@ from alto.runs import (
     note_resumption,
     resume_command,
 )
-from alto.runs.events import NO_SEQ, QueuedTask, QueueResumed, QueueStarted, TaskMeasured
+from alto.runs.events import NO_SEQ, MeasuringBegun, QueuedTask, QueueResumed, QueueStarted, TaskMeasured
 from alto.scheduler import METHODS, SchedulingProblem
 from alto.scheduler.queue import Queue, QueueSettings
 from alto.spec import Task
@@ -174,6 +174,7 @@ class QueueRunner:
             cluster=cluster,
             is_parallel=self._setup.is_parallel,
             refresh=refresh,
+            on_measuring=self._report_measuring,
             on_measured=self._report_measured,
             is_interrupted=self._is_interrupted,
         )
@@ -181,6 +182,10 @@ class QueueRunner:
         problem = self._setup.problem(tasks, estimates, cluster.nodes)
         with GuardedSolver(method, time_limit_s=SOLVE_S, gap=SOLVE_GAP) as solve:
             return solve(problem)
+
+    def _report_measuring(self, task: Task) -> None:
+        event = MeasuringBegun(task=task.name, model=task.model)
+        self._show(JournalEntry(seq=NO_SEQ, time=time.time(), event=event))
 
     def _report_measured(self, task: Task, duration_s: float) -> None:
         event = TaskMeasured(task=task.name, duration_s=duration_s)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -45,6 +46,7 @@ from alto.objectives import find_objective
 from alto.records import TaskOutcome, TaskPlan
 from alto.runs import (
     Journal,
+    JournalEntry,
     Observer,
     RunDir,
     SilentJournal,
@@ -54,7 +56,7 @@ from alto.runs import (
     remove_states,
     task_outcome,
 )
-from alto.runs.events import BaseDescription
+from alto.runs.events import NO_SEQ, BaseDescription, MeasuringBegun
 from alto.search import check_installed
 from alto.spec import MixtureSource, Task, read_run_task
 from alto.spec.auto_space import auto_space
@@ -175,7 +177,7 @@ class TaskRunner:
     def _planned(self, task: Task, *, refresh: bool) -> TaskPlan:
         context = self._prepare(task).context
         about_model = model_notes(context.backbone.model, [job.config for job in context.jobs], task.method)
-        found = plan(context, refresh=refresh)
+        found = plan(context, on_measuring=self._announcement(task), refresh=refresh)
         about_start = () if context.start is None else context.start.notes
         return replace(found, notes=(*about_start, *task.notes, *context.data.notes, *about_model, *found.notes))
 
@@ -235,8 +237,18 @@ class TaskRunner:
 
     def _packed(self, prepared: _Prepared) -> _Prepared:
         """With every limit set."""
-        task, forecast = pack(prepared.context)
+        task, forecast = pack(prepared.context, on_measuring=self._announcement(prepared.context.task))
         return replace(prepared, context=replace(prepared.context, task=task), forecast=forecast)
+
+    def _announcement(self, task: Task) -> Callable[[], None]:
+        """Shows observers that ``task`` is being measured."""
+
+        def announce() -> None:
+            event = MeasuringBegun(task=task.name, model=task.model)
+            for observer in self._observers:
+                observer(JournalEntry(seq=NO_SEQ, time=time.time(), event=event))
+
+        return announce
 
     @contextlib.contextmanager
     def _session(

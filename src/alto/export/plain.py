@@ -19,6 +19,7 @@ from alto.export.wording import (
     describe_compiling,
     describe_config,
     describe_finalists,
+    describe_measuring,
     describe_memory_event,
     describe_origin,
     describe_outlook,
@@ -73,6 +74,9 @@ class PlainView:
 
     def observe(self, entry: JournalEntry) -> None:
         """Fold in one entry of the journal and write what is new."""
+        if isinstance(entry.event, events.MeasuringBegun):
+            self._say(describe_measuring(entry.event))
+            return
         self.history.apply(entry)
         if isinstance(entry.event, events.TaskStarted | events.JobAdded):
             self._keys = varying_keys([tidy_config(job.config) for job in self.history.jobs.values()])

@@ -25,7 +25,11 @@ def plan_text(plan: TaskPlan, *, price_per_hour: float | None = None) -> Rendera
     smallest, largest = plan.num_parameters
     mean, longest = plan.row_tokens
     took = format_duration(plan.profile_s)
-    measured = f"measured earlier in {took} (--refresh measures again)" if plan.is_cached else f"measured now in {took}"
+    measured = (
+        f"measured earlier in {took} (--refresh measures again)"
+        if plan.is_cached
+        else f"measured now in {took}, and kept"
+    )
     head = [
         ("jobs", f"{plan.num_jobs:,}, with {_span(smallest, largest)} trainable parameters each"),
         ("rows", f"{mean:,.0f} tokens on average, {longest:,} in the longest"),
@@ -55,6 +59,9 @@ def plan_text(plan: TaskPlan, *, price_per_hour: float | None = None) -> Rendera
     if plan.disk_free_bytes is not None:
         free = _size(plan.disk_free_bytes)
         disk.append(("disk", f"at most {_size(plan.disk_bytes)} while it trains, of {free} that are free"))
+    if not plan.is_cached:
+        total = format_duration(plan.profile_s + plan.expected_duration_s)
+        time.append(("", f"{total} with the measuring, which a run of the same task does not repeat"))
     notes = [("note", clean(note)) for note in plan.notes]
     why = [("", f"one slot: {plan.why_one_slot}")] if plan.why_one_slot else []
     title = Text(f"{plan.task} on {plan.model}, {plan.device}")

@@ -17,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from alto.export.wording import clean, format_count_of, format_duration, format_loss, format_share
+from alto.export.wording import clean, describe_measuring, format_count_of, format_duration, format_loss, format_share
 from alto.runs import JournalEntry, QueueHistory, QueueProgress, RunStatus, TaskHistory, TaskStage, events
 
 __all__ = ["LiveQueueView", "PlainQueueView", "open_queue_view", "queue_summary", "task_list"]
@@ -286,6 +286,8 @@ def _line(progress: QueueProgress, event: events.Event) -> str | None:
     """The line for ``event``, which is folded in; None if it has none."""
     queue = progress.queue
     match event:
+        case events.MeasuringBegun():
+            return describe_measuring(event)
         case events.TaskMeasured(task=task, duration_s=duration_s):
             return f"{clean(task)} is estimated to take {format_duration(duration_s)}"
         case events.TaskSubmitted(task=task):

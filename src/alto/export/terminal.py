@@ -26,6 +26,7 @@ from alto.export.tables import JobTable, job_table, run_notes
 from alto.export.wording import (
     clean,
     describe_compiling,
+    describe_measuring,
     describe_memory_event,
     describe_outlook,
     describe_profile,
@@ -43,6 +44,7 @@ from alto.runs.events import (
     JobAdmitted,
     JobResumed,
     KernelsCompiled,
+    MeasuringBegun,
     OutOfMemory,
     ProfileMeasured,
     RefitFact,
@@ -106,6 +108,9 @@ class LiveView:
 
     def observe(self, entry: JournalEntry) -> None:
         """Fold in one entry of the journal; the next redraw shows it."""
+        if isinstance(entry.event, MeasuringBegun):  # before the run begins
+            self._console.print(Text(describe_measuring(entry.event), style="dim"))
+            return
         with self._lock:
             self.history.apply(entry)
             match entry.event:
@@ -216,6 +221,15 @@ class LiveView:
         return f"{stop} in {format_duration(num_steps / rate)}" if rate and num_steps > 0 else ""
 
 
+def _wall_time(history: RunHistory) -> str:
+    """How long the run took, with the measuring before its first step."""
+    measured = history.forecast
+    if measured is None or measured.is_cached:
+        return format_duration(history.duration_s)
+    total_s = history.duration_s + measured.profile_s
+    return f"{format_duration(total_s)}, {format_duration(measured.profile_s)} of them for measuring"
+
+
 def final_summary(
     history: RunHistory,
     run_dir: str | Path | None = None,
@@ -237,7 +251,7 @@ def final_summary(
     status = history.status(is_live=is_live)
     state = "not finished" if status is RunStatus.RUNNING else status.value
     lines: list[RenderableType] = [
-        Text.assemble((clean(history.name), "bold"), f" {state} after {format_duration(history.duration_s)}"),
+        Text.assemble((clean(history.name), "bold"), f" {state} after {_wall_time(history)}"),
         *(Text(f"note: {note}", style="yellow") for note in run_notes(history)),
         "",
         JobGrid(

@@ -14,7 +14,7 @@ from typing import Any
 
 from alto.records import AdapterCheck, FinalistScore, Rung
 from alto.runs import JobHistory
-from alto.runs.events import KernelsCompiled, OutOfMemory, ProfileMeasured, RefitFact, TaskStarted
+from alto.runs.events import KernelsCompiled, MeasuringBegun, OutOfMemory, ProfileMeasured, RefitFact, TaskStarted
 from alto.runs.progress import Outlook
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "describe_compiling",
     "describe_config",
     "describe_finalists",
+    "describe_measuring",
     "describe_memory_event",
     "describe_origin",
     "describe_outlook",
@@ -242,6 +243,14 @@ def describe_outlook(found: Outlook) -> list[str]:
     if found.tokens_per_s is not None:
         facts.append(f"{format_count(found.tokens_per_s)} tokens/s")
     return facts
+
+
+def describe_measuring(event: MeasuringBegun) -> str:
+    """What is measured, how long that takes, and that it is kept."""
+    return (
+        f"measuring memory and time of {clean(event.task)} on {clean(event.model)}: about a minute on an idle machine, "
+        "several on a busy one; kept for later runs of the same task"
+    )
 
 
 def describe_profile(event: ProfileMeasured) -> str:

@@ -21,6 +21,7 @@ class PackingRequest:
 
     Attributes:
         step_tokens: Tokens of one step of every job, in expectation.
+        most_step_tokens: Tokens of one step of every job with its longest rows: what micro-batches can have at most.
         longest_row: Tokens of the longest row: the smallest possible micro-batch size.
         slot_bytes: Memory of one slot.
         usual_tokens_per_pass: Tokens beyond which larger micro-batches are not faster on this device.
@@ -32,6 +33,7 @@ class PackingRequest:
     """
 
     step_tokens: Sequence[int]
+    most_step_tokens: Sequence[int]
     longest_row: int
     slot_bytes: int
     usual_tokens_per_pass: int
@@ -95,10 +97,11 @@ def choose_packing(request: PackingRequest, memory: MemoryProfile, throughput: T
             break
     else:
         raise DeviceMemoryError(_does_not_fit(request, memory, least_micro_batch))
-    usual = max(request.usual_tokens_per_pass, request.longest_row)
+    largest_step = max(request.longest_row, sum(sorted(request.most_step_tokens, reverse=True)[:num_slots]))
+    usual = max(min(request.usual_tokens_per_pass, largest_step), request.longest_row)
     tokens_per_pass = request.max_tokens_per_pass or min(usual, fitting)
     step = request.max_tokens_per_step or max(saturated, tokens_per_pass * request.num_ranks, _one_job_each(request))
-    largest_pass = min(max(tokens_per_pass, request.longest_row), max(step, *request.step_tokens))
+    largest_pass = min(max(tokens_per_pass, request.longest_row), max(step, *request.step_tokens), largest_step)
     max_slots = min(wanted, num_slots * request.num_ranks)
     return Packing(
         max_slots=max_slots,

@@ -119,6 +119,8 @@ def packings(num_jobs: int, largest_batch: int) -> tuple[Packing, ...]:
     for count in jobs:
         for size in sizes:
             by_rows.setdefault(count * size, []).append(Packing(num_jobs=count, batch_size=size))
+    if len(by_rows) == 1:  # one job that takes one row a step; a second size is needed
+        by_rows[2] = [Packing(num_jobs=1, batch_size=2)]
     chosen: list[Packing] = []
     for rows, alike in sorted(by_rows.items()):
         is_last = rows == max(by_rows)
@@ -135,11 +137,13 @@ def measure(
     num_rows: int,
     max_tokens: int,
     ranks: Ranks | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Measured:
     """Take steps of jobs of ``task`` on rows of random tokens, from small to large, while they fit.
 
-    It ends where the next step would not fit, or has more than ``max_tokens``, or would exceed the time budget: the
-    larger of a minute and a fiftieth of the estimated duration of the task. The model is not changed.
+    Steps of two sizes are always taken, as both models need them. After these it ends where the next step would not
+    fit, or has more than ``max_tokens``, or would exceed the time budget: the larger of a minute and a fiftieth of the
+    estimated duration of the task. The model is not changed.
 
     Args:
         task: Its jobs take the steps.
@@ -148,12 +152,13 @@ def measure(
         num_rows: Number of rows of the training split.
         max_tokens: Largest number of tokens of a step.
         ranks: This process among those that measure together.
+        clock: Returns seconds; never runs backwards.
 
     Raises:
-        DeviceMemoryError: Not even one row of one job fits.
+        DeviceMemoryError: Not even one row of one job fits, or nothing more than that.
     """
     ranks = ranks or Ranks()
-    began = time.monotonic()
+    began = clock()
     jobs = plan_jobs(task, backbone.model, num_rows)
     shapes = [job.shape for job in jobs]
     capacity = -int(ranks.max(-capacity_bytes(backbone.device, ranks.size)))  # the smallest
@@ -163,7 +168,8 @@ def measure(
     todo = packings(num_jobs, largest_batch)
     vocabulary = backbone.model.get_input_embeddings().num_embeddings
     is_labelled = find_method(task.method).entry.is_labelled
-    rows = synthetic_rows(lengths, vocabulary, num_jobs * largest_batch, is_labelled=is_labelled, labels=task.label_set)
+    num_synthetic = max(packing.num_rows for packing in todo)
+    rows = synthetic_rows(lengths, vocabulary, num_synthetic, is_labelled=is_labelled, labels=task.label_set)
     refused: list[MemoryEvent] = []
     context = _context(task, backbone, rows, jobs, ranks)
     trainer = _trainer(context, num_jobs, refused)
@@ -173,21 +179,21 @@ def measure(
         trainer.admit_fresh(job, slot)
     memory: list[MemoryPoint] = []
     durations: list[ThroughputPoint] = []
-    budget = _Budget(began, task, lengths, num_rows)
+    budget = _Budget(clock, began, task, lengths, num_rows)
     try:
         for packing in todo:
             admitted = _admitted(chosen, packing, len(rows.train), ranks)
             of_all = sum(rows.train.num_row_tokens[row] for job in admitted for row in job.order.rows_of_step(0))
             parts = [JobRows(rows.train, slot, tuple(job.order.rows_of_step(0))) for slot, job in enumerate(admitted)]
             num_tokens = trainer.micro_batches.num_tokens(parts) // ranks.size
-            if memory and ranks.any(
+            if _has_two_sizes(memory) and ranks.any(
                 num_tokens > max_tokens
                 or not budget.allows(durations, of_all)
                 or not _will_fit(memory, num_tokens, MARGIN * capacity - bank)
             ):
                 break
             reset_peak(backbone.device)
-            repeats_s = _steps_s(trainer, admitted, ranks)
+            repeats_s = _steps_s(trainer, admitted, ranks, clock)
             seconds, spread = ranks.max(statistics.median(repeats_s)), ranks.max(spread_of(repeats_s))
             if refused:
                 break
@@ -196,28 +202,32 @@ def measure(
             durations.append(
                 ThroughputPoint(num_jobs=len(admitted), num_tokens=of_all, duration_s=seconds, spread=spread)
             )
-        eval_token_s = _eval_token_s(
-            trainer, _admitted(chosen, Packing(num_jobs=1, batch_size=1), 1, ranks), rows, ranks
-        )
+        if not memory:
+            raise DeviceMemoryError(_nothing_fits(refused[0].num_tokens, backbone))
+        if not _has_two_sizes(memory):
+            raise DeviceMemoryError(_nothing_more_fits(memory[-1].num_tokens, num_tokens, backbone))
+        evaluated = _admitted(chosen, Packing(num_jobs=1, batch_size=1), 1, ranks)
+        eval_token_s = _eval_token_s(trainer, evaluated, rows, ranks, clock)
     except RowTooLargeError as error:
         raise DeviceMemoryError(_nothing_fits(error.num_tokens, backbone)) from None
     finally:
         eject(backbone.model)
-    if not memory:
-        raise DeviceMemoryError(_nothing_fits(refused[0].num_tokens, backbone))
     return Measured(
         memory=tuple(memory),
         durations=tuple(durations),
         eval_token_s=eval_token_s,
         capacity_bytes=capacity,
-        duration_s=time.monotonic() - began,
+        duration_s=clock() - began,
     )
 
 
 class _Budget:
     """Time budget of the measurement: a share of the task's duration, as estimated from the steps so far."""
 
-    def __init__(self, began: float, task: Task, lengths: Sequence[RowLength], num_rows: int) -> None:
+    def __init__(
+        self, clock: Callable[[], float], began: float, task: Task, lengths: Sequence[RowLength], num_rows: int
+    ) -> None:
+        self._clock = clock
         self._began = began
         samples = sum(job.config.samples_after(job.config.total_steps(num_rows), num_rows) for job in task.jobs)
         self._task_tokens = samples * statistics.fmean(length.num_tokens for length in lengths)
@@ -226,7 +236,7 @@ class _Budget:
         """Whether steps of ``num_tokens`` can be measured too."""
         token_s = durations[-1].duration_s / durations[-1].num_tokens
         budget_s = max(_LEAST_BUDGET_S, _BUDGET_SHARE * self._task_tokens * token_s)
-        return time.monotonic() - self._began + (1 + _LEAST_TIMES) * num_tokens * token_s <= budget_s
+        return self._clock() - self._began + (1 + _LEAST_TIMES) * num_tokens * token_s <= budget_s
 
 
 def _measured_jobs(task: Task, backbone: Backbone, shapes: Sequence[AdapterShape], capacity: int, ranks: Ranks) -> int:
@@ -299,7 +309,7 @@ def _admitted(chosen: Sequence[JobState], packing: Packing, num_rows: int, ranks
     ]
 
 
-def _steps_s(trainer: Trainer, jobs: Sequence[JobState], ranks: Ranks) -> list[float]:
+def _steps_s(trainer: Trainer, jobs: Sequence[JobState], ranks: Ranks, clock: Callable[[], float]) -> list[float]:
     """Durations of steps of ``jobs``."""
 
     def step() -> None:
@@ -307,30 +317,34 @@ def _steps_s(trainer: Trainer, jobs: Sequence[JobState], ranks: Ranks) -> list[f
         for job in jobs:
             job.step += 1
 
-    return _timed(step, ranks)
+    return _timed(step, ranks, clock)
 
 
-def _eval_token_s(trainer: Trainer, jobs: Sequence[JobState], rows: TaskData, ranks: Ranks) -> float:
-    seconds = ranks.max(statistics.median(_timed(lambda: trainer.evaluate(jobs), ranks)))
+def _eval_token_s(
+    trainer: Trainer, jobs: Sequence[JobState], rows: TaskData, ranks: Ranks, clock: Callable[[], float]
+) -> float:
+    seconds = ranks.max(statistics.median(_timed(lambda: trainer.evaluate(jobs), ranks, clock)))
     return seconds / (len(jobs) * rows.validation.num_tokens)
 
 
-def _timed(action: Callable[[], object], ranks: Ranks) -> list[float]:
+def _timed(action: Callable[[], object], ranks: Ranks, clock: Callable[[], float]) -> list[float]:
     """Durations of ``action``, the first of which is slower and left out."""
     action()
     seconds: list[float] = []
     while len(seconds) < _LEAST_TIMES or ranks.any(sum(seconds) < _LEAST_TIMED_S and len(seconds) < _MOST_TIMES):
-        start = time.perf_counter()
+        start = clock()
         action()
-        seconds.append(time.perf_counter() - start)
+        seconds.append(clock() - start)
     return seconds
 
 
+def _has_two_sizes(memory: Sequence[MemoryPoint]) -> bool:
+    """Whether a line can be fitted to the peaks."""
+    return len({point.num_tokens for point in memory}) >= 2
+
+
 def _will_fit(memory: Sequence[MemoryPoint], num_tokens: int, room: float) -> bool:
-    """Whether a step of ``num_tokens`` is expected to fit into ``room`` bytes; one measurement alone gives no
-    expectation."""
-    if len({point.num_tokens for point in memory}) < 2:
-        return True
+    """Whether a step of ``num_tokens`` is expected to fit into ``room`` bytes."""
     fit = fit_memory(memory)
     return fit.fixed_bytes + fit.bytes_per_token * num_tokens <= room
 
@@ -340,4 +354,11 @@ def _nothing_fits(num_tokens: int, backbone: Backbone) -> str:
         f"expected memory for a training step of one job on a row of {num_tokens} tokens, found less left on "
         f"{backbone.device} beside the base model; lower max_length or r, set gradient_checkpointing: true, load a "
         f"smaller base with {LOAD_IN_4BIT}, or shard it over more GPUs with num_gpus"
+    )
+
+
+def _nothing_more_fits(fitting: int, num_tokens: int, backbone: Backbone) -> str:
+    return (
+        f"memory profile: expected memory for steps of two sizes, found that {fitting} tokens fit on {backbone.device} "
+        f"and {num_tokens} do not; lower max_length or r, set gradient_checkpointing: true, or {LOAD_IN_4BIT}"
     )

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
 from dataclasses import replace
+
+import torch
 
 from alto.errors import DeviceMemoryError
 from alto.executor.context import TaskContext
@@ -23,6 +26,7 @@ from alto.scheduler import (
     choose_packing,
     estimate_duration_s,
     expected_duration_s,
+    saturation,
 )
 from alto.spec import Task
 
@@ -42,11 +46,15 @@ def _has_open_limits(task: Task) -> bool:
     return task.gradient_checkpointing == "auto" or any(getattr(task, key) is None for key in _LIMITS)
 
 
-def pack(context: TaskContext) -> tuple[Task, TaskPlan | None]:
+def pack(context: TaskContext, *, on_measuring: Callable[[], None] = lambda: None) -> tuple[Task, TaskPlan | None]:
     """The task with every limit set, and the plan that set them.
 
     On a GPU, and where a CPU's memory may not be enough, the task is profiled first, unless a profile is cached.
     Elsewhere a cached profile is used; without one, default limits apply and the plan is None.
+
+    Args:
+        context: The task.
+        on_measuring: Called before steps are measured, which takes minutes; not called where a profile is cached.
 
     Raises:
         DeviceMemoryError: The task cannot fit; the message states what does.
@@ -57,7 +65,7 @@ def pack(context: TaskContext) -> tuple[Task, TaskPlan | None]:
     device = context.backbone.device
     if device.type == "cpu" and _is_roomy(context) and not context.ranks.broadcast(_is_profiled(context), bool):
         return _with_usual_limits(task), None
-    found = plan(context)
+    found = plan(context, on_measuring=on_measuring)
     return (
         task.replace(
             max_slots=found.max_slots,
@@ -78,10 +86,11 @@ def _with_usual_limits(task: Task) -> Task:
     )
 
 
-def plan(context: TaskContext, *, refresh: bool = False) -> TaskPlan:
+def plan(context: TaskContext, *, on_measuring: Callable[[], None] = lambda: None, refresh: bool = False) -> TaskPlan:
     """What the task takes.
 
     Args:
+        on_measuring: As of :func:`pack`.
         refresh: Measure again, even where a measurement is cached.
 
     Raises:
@@ -90,26 +99,28 @@ def plan(context: TaskContext, *, refresh: bool = False) -> TaskPlan:
     """
     task = context.task
     if task.gradient_checkpointing != "auto":
-        return _plan(context, task, refresh=refresh)
+        return _plan(context, task, on_measuring, refresh=refresh)
     try:
-        return _plan(context, task.replace(gradient_checkpointing=False), refresh=refresh)
+        return _plan(context, task.replace(gradient_checkpointing=False), on_measuring, refresh=refresh)
     except DeviceMemoryError:
         context.backbone.checkpoint_layers()
-        return _plan(context, task.replace(gradient_checkpointing=True), refresh=refresh)
+        return _plan(context, task.replace(gradient_checkpointing=True), on_measuring, refresh=refresh)
 
 
-def _plan(context: TaskContext, task: Task, *, refresh: bool) -> TaskPlan:
+def _plan(context: TaskContext, task: Task, on_measuring: Callable[[], None], *, refresh: bool) -> TaskPlan:
     jobs, device = context.jobs, context.backbone.device
-    profile = _profile(context, task, refresh=refresh)
+    profile = _profile(context, task, on_measuring, refresh=refresh)
     bytes_per_slot = slot_bytes(task, context.backbone, [job.shape for job in jobs])
     works = [_work(job, context.row_tokens) for job in jobs]
     longest = max(split.longest_row for split in context.data.splits)
+    longest_rows = sorted(context.data.train.num_row_tokens, reverse=True)
     packing = choose_packing(
         PackingRequest(
             step_tokens=[work.num_tokens for work in works],
+            most_step_tokens=[sum(longest_rows[: job.config.rows_per_step]) for job in jobs],
             longest_row=longest,
             slot_bytes=bytes_per_slot,
-            usual_tokens_per_pass=USUAL_TOKENS_PER_PASS[device.type],
+            usual_tokens_per_pass=_usual_tokens(device, profile.throughput),
             num_ranks=context.ranks.size,
             max_slots=task.max_slots,
             max_tokens_per_step=task.max_tokens_per_step,
@@ -164,6 +175,13 @@ def _plan(context: TaskContext, task: Task, *, refresh: bool) -> TaskPlan:
     )
 
 
+def _usual_tokens(device: torch.device, throughput: Throughput) -> int:
+    """Tokens beyond which a larger micro-batch is not faster. On a CPU measured steps may reach its speed with fewer,
+    and memory that brings no speed is left to other programs."""
+    usual = USUAL_TOKENS_PER_PASS[device.type]
+    return min(usual, saturation(throughput.points)) if device.type == "cpu" else usual
+
+
 def _unsteady_notes(throughput: Throughput) -> tuple[str, ...]:
     if not throughput.is_unsteady:
         return ()
@@ -186,11 +204,14 @@ def _with_search(duration_s: float, context: TaskContext) -> float:
     return min(duration_s, search.budget.max_duration_s(context.ranks.size) or math.inf)
 
 
-def _profile(context: TaskContext, task: Task, *, refresh: bool) -> Profile:
+def _profile(context: TaskContext, task: Task, on_measuring: Callable[[], None], *, refresh: bool) -> Profile:
     device, lengths = context.backbone.device, lengths_of(context.data.train)
     found = None if refresh else find_profile(task, lengths, device, num_ranks=context.ranks.size)
     found = context.ranks.broadcast(found, Profile | None)
-    return found or profile_task(
+    if found is not None:
+        return found
+    on_measuring()
+    return profile_task(
         task,
         lengths,
         device,

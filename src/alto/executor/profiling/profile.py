@@ -21,13 +21,14 @@ from alto.executor.ranks import Ranks
 from alto.records import MemoryProfile, Throughput
 from alto.scheduler import fit_memory, fit_throughput
 from alto.spec import JobConfig, Task
-from alto.spec.base_model import LOAD_IN_4BIT
 from alto.spec.job_config import SHAPE_FIELDS
 from alto.spec.outside import is_number
 
 __all__ = ["Profile", "find_profile", "profile_task"]
 
 CHILD_TIMEOUT_S = 1800.0
+
+_UNMEASURED = "set max_slots, max_tokens_per_step and max_tokens_per_pass, so that no profile is needed"
 
 _MAX_MEASURED = 1e18
 """Units: bytes, tokens and seconds."""
@@ -106,8 +107,8 @@ def profile_task(
         ranks: This process among those that measure together.
 
     Raises:
-        DeviceMemoryError: Not even one row of one job fits.
-        ProfileError: The measuring process failed.
+        DeviceMemoryError: Not even one row of one job fits, or nothing more than that.
+        ProfileError: The measuring process failed, or took too long.
         UnsupportedError: The base model is an object that the measuring process cannot load.
     """
     ranks = ranks or Ranks()
@@ -133,13 +134,6 @@ def _check(measured: Measured) -> None:
 
 
 def _profile(measured: Measured, name: str, *, is_cached: bool) -> Profile:
-    # A linear model needs two sizes. Where only one step fitted, all its memory counts as fixed.
-    sizes = {point.num_tokens for point in measured.memory}
-    if len(sizes) < 2:
-        raise ProfileError(
-            f"memory profile: expected steps of two sizes or more to fit into memory, found one, of {min(sizes)} "
-            f"tokens; lower max_length or r, set gradient_checkpointing: true, or {LOAD_IN_4BIT}"
-        )
     fit, speed = fit_memory(measured.memory), fit_throughput(measured.durations)
     return Profile(
         memory=MemoryProfile(
@@ -211,14 +205,20 @@ def _measured_in_child(task: Task, lengths: Sequence[RowLength], *, num_rows: in
         "max_tokens": max_tokens,
         "threads": torch.get_num_threads(),
     }
-    child = subprocess.run(
-        [sys.executable, "-m", "alto.executor.profiling.child"],
-        input=json.dumps(request),
-        capture_output=True,
-        text=True,
-        timeout=CHILD_TIMEOUT_S,
-        check=False,
-    )
+    try:
+        child = subprocess.run(
+            [sys.executable, "-m", "alto.executor.profiling.child"],
+            input=json.dumps(request),
+            capture_output=True,
+            text=True,
+            timeout=CHILD_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise ProfileError(
+            f"profile: expected steps of two sizes within {CHILD_TIMEOUT_S / 60:g} minutes, found that they take "
+            f"longer; {_UNMEASURED}, or try again when the machine is less busy"
+        ) from None
     answer = child.stdout.strip().splitlines()[-1:]
     try:
         found: dict[str, Any] = json.loads(answer[0])
@@ -229,6 +229,5 @@ def _measured_in_child(task: Task, lengths: Sequence[RowLength], *, num_rows: in
         told = child.stderr.strip().splitlines()[-1:] or ["nothing"]
         raise ProfileError(
             f"profile: expected measurements from a process of its own, found that it ended with code "
-            f"{child.returncode} and printed {told[0]!r}; free memory on this machine, or set max_slots, "
-            "max_tokens_per_step and max_tokens_per_pass, so that no profile is needed"
+            f"{child.returncode} and printed {told[0]!r}; free memory on this machine, or {_UNMEASURED}"
         ) from error

@@ -49,6 +49,7 @@ WIRE_NAMES: Mapping[type, str] = {
     queue.GpuAdded: "gpu_added",
     queue.QueueInterrupted: "queue_interrupted",
     queue.QueueCompleted: "queue_completed",
+    queue.MeasuringBegun: "measuring",
     queue.TaskMeasured: "measured",
 }
 """Name on the wire by class."""

@@ -16,6 +16,7 @@ __all__ = [
     "ExecutorStarted",
     "GpuAdded",
     "GpuLost",
+    "MeasuringBegun",
     "QueueCompleted",
     "QueueEvent",
     "QueueInterrupted",
@@ -208,6 +209,20 @@ class QueueCompleted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuringBegun:
+    """Before a task is trained or planned: steps of it are being measured, as no measurement is cached. Only observers
+    receive it; it is not in a journal.
+
+    Attributes:
+        task: Name of the task.
+        model: Its base model.
+    """
+
+    task: str
+    model: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TaskMeasured:
     """Before the queue begins: the estimated duration of a task. Only observers receive it; it is not in a journal.
 
@@ -233,5 +248,6 @@ QueueEvent: TypeAlias = (
     | GpuAdded
     | QueueInterrupted
     | QueueCompleted
+    | MeasuringBegun
     | TaskMeasured
 )
