@@ -14,7 +14,8 @@ from searches import PBT, TPE, Run, make
 
 from alto.backbone import Backbone
 from alto.executor import Ranks
-from alto.runs import read_history
+from alto.export.wording import describe_savings
+from alto.runs import RunDir, read_history, task_outcome
 from alto.search import TimeSpent
 
 pytest.importorskip("optuna", reason="needs the search extra: pip install -e '.[search]'")
@@ -62,6 +63,13 @@ class TestABudget:
         assert history.best.step == history.best.total_steps
         assert [job.exit_reason for job in history.jobs.values() if job is not history.best] == ["budget"]
         assert history.samples_trained <= 100
+        assert history.samples_saved == 0, "a budget saves nothing"
+        assert history.samples_cut_off == history.samples_budgeted - history.samples_trained > 0
+        shares = "0 % saved, 50 % cut off by the budget"
+        assert describe_savings(history) == shares
+        outcome = task_outcome(history, RunDir(run.root))
+        assert outcome.samples_saved == pytest.approx(0)
+        assert outcome.samples_cut_off == pytest.approx(history.samples_cut_off / history.samples_budgeted)
         run.assert_decided_as_journalled()
 
     def test_that_is_too_small_for_one_ends_it_with_the_best_so_far(self, tmp_path: Path) -> None:
