@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,35 +14,70 @@ from searches import PBT, TPE, Run, make
 
 from alto.backbone import Backbone
 from alto.executor import Ranks
-from alto.runs import read_history
+from alto.export.wording import describe_savings
+from alto.runs import RunDir, read_history, task_outcome
+from alto.search import TimeSpent
 
 pytest.importorskip("optuna", reason="needs the search extra: pip install -e '.[search]'")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
+def turns() -> Callable[[], float]:
+    """A clock that is looked at once a turn, and then a second further."""
+    return map(float, itertools.count()).__next__
+
+
 class TestABudget:
-    def test_of_samples_ends_the_task_with_the_best_so_far(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(
+        "search",
+        [
+            {},
+            {"algorithm": "random", "budget": {"jobs": 6}},
+            PBT,
+            {"algorithm": "tpe", "num_initial_jobs": 4},
+        ],
+        ids=["grid", "random", "pbt", "tpe"],
+    )
+    @pytest.mark.parametrize("selects", [True, False])
+    def test_of_time_trains_the_winner_to_its_end(self, tmp_path: Path, search: dict[str, Any], selects: bool) -> None:
+        budget = {**search.get("budget", {}), "duration_s": 30}
+        space = {"lr": [1e-5, 1e-4, 1e-3], "r": [2, 4], "batch_size": [4]}
+        rules = {"select": selects or search == PBT, "detect_overfitting": False, "detect_divergence": False}
+        task = make({**search, "budget": budget}, search_space=space, max_slots=2, early_exit=rules)
+        clock = turns()
+        run = Run(tmp_path / "run", task, clock=clock).train()
+        assert clock() <= 30 + 2
+        history = read_history(run.root)
+        winner = history.best
+        assert winner is not None
+        assert winner.step == winner.total_steps
+        assert selects or "budget" in {job.exit_reason for job in history.jobs.values()}
+        run.assert_decided_as_journalled()
+
+    def test_of_samples_trains_the_winner_to_its_end(self, tmp_path: Path) -> None:
         task = make({"budget": {"samples": 100}}, search_space={"lr": [1e-4, 1e-3]}, early_exit=False)
+        assert 3 * len(DATA.train) < 100 < 2 * 3 * len(DATA.train)
+        run = Run(tmp_path / "run", task).train()
+        history = read_history(run.root)
+        assert history.best is not None
+        assert history.best.step == history.best.total_steps
+        assert [job.exit_reason for job in history.jobs.values() if job is not history.best] == ["budget"]
+        assert history.samples_trained <= 100
+        assert history.samples_saved == 0, "a budget saves nothing"
+        assert history.samples_cut_off == history.samples_budgeted - history.samples_trained > 0
+        shares = "0 % saved, 50 % cut off by the budget"
+        assert describe_savings(history) == shares
+        outcome = task_outcome(history, RunDir(run.root))
+        assert outcome.samples_saved == pytest.approx(0)
+        assert outcome.samples_cut_off == pytest.approx(history.samples_cut_off / history.samples_budgeted)
+        run.assert_decided_as_journalled()
+
+    def test_that_is_too_small_for_one_ends_it_with_the_best_so_far(self, tmp_path: Path) -> None:
+        task = make({"budget": {"samples": 40}}, search_space={"lr": [1e-4, 1e-3]}, early_exit=False)
         run = Run(tmp_path / "run", task).train()
         history = read_history(run.root)
         assert {job.exit_reason for job in history.jobs.values()} == {"budget"}
-        assert 100 <= history.samples_trained < 100 + 2 * 8
         assert history.result is not None
-        run.assert_decided_as_journalled()
-
-    def test_of_time_ends_it_too(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        from alto.executor import exploration
-
-        clock = [0.0]
-
-        def now() -> float:
-            clock[0] += 1.0
-            return clock[0]
-
-        monkeypatch.setattr(exploration.time, "monotonic", now)
-        search = {"algorithm": "tpe", "num_initial_jobs": 2, "budget": {"duration_s": 40}}
-        run = Run(tmp_path / "run", make(search, early_exit=False)).train()
-        assert "budget" in {event["reason"] for event in run.events("job_exited")}
 
     def test_time_before_an_interruption_counts(self, tmp_path: Path) -> None:
         task = make({"budget": {"duration_s": 3600}}, search_space={"lr": [1e-4, 1e-3]}, early_exit=False)
@@ -62,7 +99,7 @@ class TestABudget:
 
         def noted(exploration: Exploration) -> bool:
             if exploration._state.selection.training:
-                beside_others.append(exploration.spent_share())
+                beside_others.append(exploration.spent_share(TimeSpent()))
             return add(exploration)
 
         monkeypatch.setattr(Exploration, "_add_suggestion", noted)
@@ -91,7 +128,8 @@ class TestABudget:
                 training = {event["job"]}
             else:
                 training.remove(event["job"])
-        assert {event["reason"] for event in run.events("job_exited")} == {"budget"}
+        assert not run.events("job_exited"), "none begins that cannot be finished"
+        assert 900 - 2 * 3 * len(DATA.train) < read_history(run.root).samples_trained <= 900
 
     def test_of_nothing_yet_is_an_error(self, tmp_path: Path) -> None:
         from alto.errors import NoResultError
@@ -141,20 +179,18 @@ class TestWhatIsSpent:
         with built(tmp_path / "run", task, DATA, Backbone(make_model("llama"), None, "unused")) as session:
             first, second = session.state.jobs.values()
             first.step, second.step = 3, 0
-            assert session._exploration.spent_share() < 1
+            assert session._exploration.spent_share(TimeSpent()) < 1
             second.step = 1
-            assert session._exploration.spent_share() >= 1, "3 * 4 + 4 rows are exactly the budget"
+            assert session._exploration.spent_share(TimeSpent()) >= 1, "3 * 4 + 4 rows are exactly the budget"
             session.state.selection.end(ExitDecision(job=first.id, step=3, reason=ExitReason.STOPPED))
-            assert session._exploration.spent_share() >= 1
+            assert session._exploration.spent_share(TimeSpent()) >= 1
 
     def test_money_is_spent_on_every_gpu(self, tmp_path: Path) -> None:
-        from alto.executor.exploration import Exploration
-
         budget = {"cost": 1, "gpu_hour_price": 1}
         task = make({"budget": budget}, search_space={"lr": [1e-4, 1e-3]})
         with built(tmp_path / "run", task, DATA, Backbone(make_model("llama"), None, "unused")) as session:
-            exploration = Exploration(session.state, session._lifecycle, spent_before_s=1900)
-            assert exploration.spent_share() < 1
+            exploration, spent = session._exploration, TimeSpent(spent_s=1900)
+            assert exploration.spent_share(spent) < 1
             session.state.context.ranks.size = 2
-            assert exploration.spent_share() >= 1
+            assert exploration.spent_share(spent) >= 1
             session.state.context.ranks.size = 1

@@ -87,6 +87,7 @@ def test_folder_holds_the_winner_and_its_numbers(result: TaskOutcome, best_of_jo
         "samples_trained": 125,
         "samples_budgeted": 200,
         "samples_saved": 0.375,
+        "samples_cut_off": 0.0,
         "duration_s": 12.346,
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -54,6 +55,7 @@ class Run:
         task: Its task.
         model: Makes the base model.
         data: Rows of the task.
+        clock: Returns the time that its budget is held to.
     """
 
     def __init__(
@@ -63,8 +65,10 @@ class Run:
         *,
         model: Callable[[], PreTrainedModel] = _LLAMA,
         data: TaskData = DATA,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.folder = folder
+        self._clock = clock
         self.task = task
         self._model = model
         self._data = data
@@ -85,7 +89,8 @@ class Run:
 
         task = resolve_rungs(self.task, len(self._data.train))
         backbone = Backbone(self._model(), None, "unused")
-        with built(self.folder, task, self._data, backbone, hooks=Hooks(is_interrupted=is_interrupted)) as session:
+        hooks = Hooks(is_interrupted=is_interrupted, clock=self._clock)
+        with built(self.folder, task, self._data, backbone, hooks=hooks) as session:
             if turns is None:
                 self.finish(session)
             else:

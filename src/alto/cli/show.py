@@ -157,6 +157,7 @@ def _facts(run: RunDir, history: RunHistory, *, is_live: bool, now: float) -> di
         **_outlook(history, is_live=is_live and history.result is None, now=now),
         "samples_trained": history.samples_trained,
         "samples_saved": history.samples_saved,
+        "samples_cut_off": history.samples_cut_off,
         "samples_budgeted": history.samples_budgeted,
         "duration_s": round(history.duration_s, 3),
         "jobs": [

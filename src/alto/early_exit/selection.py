@@ -358,6 +358,19 @@ class Selection:
         """The best evaluations of the best ``count`` jobs, however they ended; of a repeated configuration its best."""
         return [group.members[0] for group in self._ranked_bests()[:count]]
 
+    def front_runners(self) -> tuple[str, ...]:
+        """The jobs that train, best first: by their values at the last decided rung, before any by their best
+        evaluations; those without a value come last, the one with the most steps first."""
+        training = self.training
+        points: list[LossPoint] = []
+        if self._rungs_held:
+            at_last_rung = (self._at_rung(job, self._rungs_held - 1) for job in training)
+            points = [point for point in at_last_rung if point is not None]
+        points = points or [best for job in training if (best := self._tracks[job].best) is not None]
+        ranked = [group.members[0].job for group in ranked_configurations(points, {}, set())]
+        others = sorted(set(training) - set(ranked), key=lambda job: (-self._tracks[job].ema.count, job))
+        return (*ranked, *others)
+
     def within_noise_of_winner(self) -> list[LossPoint]:
         """The best evaluations of other jobs, with other scores than the winner's, that are within noise of the best
         score; best score first."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,12 +43,14 @@ class Hooks:
         judge: Chooses the winner among the finalists, in this process only; None chooses by the metric.
         generate: Generates the samples of the best adapters, in this process only; None generates none.
         check: Checks the best adapter, for the journal; called on the first rank. None: no check.
+        clock: Returns the time in seconds that a budget is held to; it never goes back.
     """
 
     is_interrupted: Callable[[], bool] = _never
     judge: Judge | None = None
     generate: TextGenerator | None = None
     check: Check | None = None
+    clock: Callable[[], float] = time.monotonic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from alto.errors import SpecError
@@ -14,8 +14,8 @@ from alto.executor.clone import next_id
 from alto.executor.job_state import JobState
 from alto.executor.lifecycle import JobLifecycle
 from alto.executor.task_state import TaskState
-from alto.records import ExitDecision, ExitReason, LossPoint, RungResult
-from alto.search import Trial, forks_of, next_configuration
+from alto.records import ExitDecision, ExitReason, LossPoint, RungResult, Throughput
+from alto.search import Need, TimeSpent, Trial, beyond_budget, forks_of, next_configuration
 from alto.spec import Job, JobConfig
 from alto.spec.metric import LOSS
 from alto.spec.search_space import Sampled
@@ -26,6 +26,12 @@ EXPLORING_SHARE = 0.4
 """Share of a budget of samples, time or money from which on slots that become free are left to the jobs that train, so
 that the best of them come to their end; none is added while any job trains. Source: two searches of 150 s."""
 
+_MARGIN = 0.05
+"""Share that training the leading job to its end may take longer than expected."""
+
+_TURNS, _LEAST_TURNS = 64, 4
+"""Latest turns whose durations are compared with the predicted ones, and how many that takes."""
+
 
 class Exploration:
     """Carries out what the search of a task decides.
@@ -34,14 +40,28 @@ class Exploration:
         state: Of the task.
         lifecycle: Adds and ends jobs.
         spent_before_s: Seconds that the task took before it was interrupted.
+        throughput: Measured duration of steps; None where it was not measured.
+        clock: Returns the time in seconds; it never goes back.
     """
 
-    def __init__(self, state: TaskState, lifecycle: JobLifecycle, *, spent_before_s: float) -> None:
+    def __init__(
+        self,
+        state: TaskState,
+        lifecycle: JobLifecycle,
+        *,
+        spent_before_s: float,
+        throughput: Throughput | None,
+        clock: Callable[[], float],
+    ) -> None:
         self._state = state
         self._lifecycle = lifecycle
         self._task = state.context.task
         self._spent_before_s = spent_before_s
-        self._began = time.monotonic()
+        self._throughput = throughput
+        self._clock = clock
+        self._began = self._looked_at = clock()
+        self._predicted_s = 0.0
+        self._turns: deque[tuple[float, float]] = deque(maxlen=_TURNS)
         self._is_exhausted = False
 
     def suggest(self, num_slots: int) -> None:
@@ -80,23 +100,105 @@ class Exploration:
             config = self._changed(origin.config, fork.changes)
             self._lifecycle.add_fork(self._job(config, {}), origin, fork.replaces)
 
-    def spent_share(self) -> float:
-        """Share of its samples, its time or its money that the task has spent, the largest of them; 0 without limits.
-        Time is this process's."""
-        budget = self._task.search.budget
-        max_duration_s = budget.max_duration_s(self._state.context.ranks.size)
+    def stepped(self, jobs: Sequence[JobState]) -> None:
+        """Note that ``jobs`` have taken a step together."""
+        tokens = sum(job.step_tokens for job in jobs)
+        self._predicted_s += 1.0 if self._throughput is None else self._throughput.duration_s(len(jobs), tokens)
+
+    def evaluated(self, num_jobs: int) -> None:
+        """Note that so many jobs were evaluated."""
+        self._predicted_s += num_jobs * self._evaluation_s
+
+    def look_at_clock(self) -> TimeSpent:
+        """Return the time that the task has taken; called once a turn, on the first rank."""
+        now = self._clock()
+        if self._predicted_s > 0:
+            self._turns.append((now - self._looked_at, self._predicted_s))
+        self._looked_at, self._predicted_s = now, 0.0
+        # Before that, what was measured holds; without a measurement nothing is known.
+        slowdown = 0.0 if self._throughput is None else 1.0
+        if len(self._turns) >= _LEAST_TURNS:
+            slowdown = sum(taken for taken, _ in self._turns) / sum(predicted for _, predicted in self._turns)
+        return TimeSpent(
+            spent_s=self._spent_before_s + now - self._began,
+            slowdown=slowdown,
+            turn_s=max((taken for taken, _ in self._turns), default=0.0),
+        )
+
+    def spent_share(self, time: TimeSpent) -> float:
+        """Share of its samples, its time or its money that the task has spent, the largest of them; 0 without
+        limits."""
         share = 0.0
-        if max_duration_s is not None:
-            share = (self._spent_before_s + time.monotonic() - self._began) / max_duration_s
-        if budget.samples is not None:
-            samples = sum(job.samples_until(job.step) for job in self._state.jobs.values())
-            share = max(share, samples / budget.samples)
+        if self._max_duration_s is not None:
+            share = time.spent_s / self._max_duration_s
+        if (most := self._task.search.budget.samples) is not None:
+            share = max(share, self._num_samples / most)
         return share
 
-    def end_all(self) -> None:
-        """End every job that trains: the budget is spent."""
+    def keep_to_budget(self, time: TimeSpent) -> None:
+        """End the jobs that have to end so that the leading one can be trained to its end; all of them where the budget
+        is spent."""
         selection = self._state.selection
-        for job_id in selection.training:
+        if self.spent_share(time) >= 1:
+            self._end(selection.training)
+        elif self._is_limited:
+            needs = {job: self._need(self._state.jobs[job], time) for job in selection.training}
+            self._end(beyond_budget(selection.front_runners(), needs))
+
+    def can_finish_another(self, time: TimeSpent) -> bool:
+        """Whether a job as long as the longest can be trained to its end with what is left of the budget."""
+        if not self._is_limited:
+            return True
+        jobs = self._state.jobs.values()
+        return self.spent_share(time) < 1 and all(self._need(job, time, done=0).reserved < 1 for job in jobs)
+
+    @property
+    def _max_duration_s(self) -> float | None:
+        return self._task.search.budget.max_duration_s(self._state.context.ranks.size)
+
+    @property
+    def _is_limited(self) -> bool:
+        return self._max_duration_s is not None or self._task.search.budget.samples is not None
+
+    @property
+    def _num_samples(self) -> int:
+        return sum(job.samples_until(job.step) for job in self._state.jobs.values())
+
+    @property
+    def _evaluation_s(self) -> float:
+        """Seconds of one evaluation of one job; on the test rows, too, as they may be read with it."""
+        if self._throughput is None:
+            return 0.0  # as a part of the turns that were timed
+        return self._throughput.eval_token_s * sum(split.num_tokens for split in self._state.context.data.splits[1:])
+
+    def _need(self, job: JobState, time: TimeSpent, *, done: int | None = None) -> Need:
+        """What ``job`` needs after ``done`` steps, None for those that it has done."""
+        done = job.step if done is None else done
+        share = reserved = 0.0
+        if self._max_duration_s is not None:
+            left_s = max(self._max_duration_s - time.spent_s, 1e-9)
+            need_s = time.slowdown * self._alone_s(job, done)
+            share, reserved = need_s / left_s, ((1 + _MARGIN) * need_s + time.turn_s) / left_s
+        if (most := self._task.search.budget.samples) is not None:
+            left = max(most - self._num_samples, 1e-9)
+            need = job.samples_until(job.total_steps) - job.samples_until(done)
+            in_a_turn = sum(other.config.rows_per_step for other in self._state.competing())
+            share, reserved = max(share, need / left), max(reserved, (need + in_a_turn) / left)
+        return Need(share=share, reserved=reserved)
+
+    def _alone_s(self, job: JobState, done: int) -> float:
+        """Predicted seconds of the steps and evaluations after ``done``, alone; without a measurement a step counts as
+        one, so that the latest turns tell how long it takes."""
+        num_steps = job.total_steps - done
+        if self._throughput is None:
+            return float(num_steps)
+        num_evaluations = sum(step > done for step in job.planned.evaluation_steps)
+        return num_steps * self._throughput.duration_s(1, job.step_tokens) + num_evaluations * self._evaluation_s
+
+    def _end(self, jobs: Sequence[str]) -> None:
+        """End jobs for the sake of the budget."""
+        selection = self._state.selection
+        for job_id in jobs:
             job = self._state.jobs[job_id]
             decision = ExitDecision(job=job.id, step=job.step, reason=ExitReason.BUDGET)
             selection.end(decision)

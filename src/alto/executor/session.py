@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 from alto.backbone import is_out_of_memory
@@ -29,6 +29,7 @@ from alto.executor.tally import Evaluated
 from alto.executor.task_state import TaskState
 from alto.runs import Command, Journal, Mailbox, resume_command
 from alto.scheduler import ReceivedShare
+from alto.search import TimeSpent
 from alto.spec.metric import LOSS, score_of
 
 __all__ = ["TaskSession"]
@@ -51,13 +52,13 @@ class ControlInputs:
         commands: Commands in the mailbox.
         is_interrupted: Whether the task has to stop.
         is_saving_due: Whether a checkpoint has to be saved.
-        spent_share: Share of the task's budget that is spent, 1 or more where it may spend no more.
+        time: The time that the task has taken.
     """
 
     commands: Sequence[Command] = ()
     is_interrupted: bool = False
     is_saving_due: bool = False
-    spent_share: float = 0.0
+    time: TimeSpent = field(default_factory=TimeSpent)
 
 
 class TaskSession:
@@ -96,8 +97,15 @@ class TaskSession:
         self._hooks = hooks
         self._ranks = state.context.ranks
         self._admission = Admission(state, lifecycle)
-        self._exploration = Exploration(state, lifecycle, spent_before_s=start.resume_state.duration_s)
-        self._gpu_offers = GpuOffers(state, recorder, start.throughput(self._ranks.size))
+        throughput = start.throughput(self._ranks.size)
+        self._exploration = Exploration(
+            state,
+            lifecycle,
+            spent_before_s=start.resume_state.duration_s,
+            throughput=throughput,
+            clock=hooks.clock,
+        )
+        self._gpu_offers = GpuOffers(state, recorder, throughput)
         self._step_times = StepTimes.of(start.forecast)
         self._save_interval_s = state.context.task.checkpoint_interval_s
         self._next_save_at = time.monotonic() + self._save_interval_s
@@ -217,9 +225,8 @@ class TaskSession:
         self._control.apply(self._inputs.commands)
         while self.state.selection.rung_ready():
             self._hold_rung()
-        if self._inputs.spent_share >= 1:
-            self._exploration.end_all()
-        elif not self.state.selection.training:
+        self._exploration.keep_to_budget(self._inputs.time)
+        if not self.state.selection.training and self._exploration.can_finish_another(self._inputs.time):
             self._exploration.suggest(1)  # all jobs have ended at once
         if not self.state.selection.training:
             return False
@@ -244,7 +251,7 @@ class TaskSession:
             taken: Slots that jobs of other tasks have.
         """
         num_slots = self.state.slot_manager.num_slots
-        if self._inputs.spent_share < EXPLORING_SHARE:
+        if self._exploration.spent_share(self._inputs.time) < EXPLORING_SHARE:
             self._exploration.suggest(num_slots if share is None else min(share, num_slots))
         if self._admission.admit_jobs(share, taken):
             self._gpu_offers.offer()
@@ -252,6 +259,7 @@ class TaskSession:
     def stepped(self, losses: Sequence[tuple[JobState, float, float | None]]) -> None:
         """Note the steps that jobs have taken, with their training losses, and the load-balancing losses of routers of
         those that train with them; then evaluate those that are due."""
+        self._exploration.stepped([job for job, *_ in losses])
         for job, loss, router_loss in losses:
             job.step += 1
             job.unsaved_losses.append(loss)
@@ -324,7 +332,7 @@ class TaskSession:
             commands=self._control.pending(),
             is_interrupted=self._hooks.is_interrupted(),
             is_saving_due=time.monotonic() >= self._next_save_at,
-            spent_share=self._exploration.spent_share(),
+            time=self._exploration.look_at_clock(),
         )
 
     def _hold_rung(self) -> None:
@@ -344,6 +352,7 @@ class TaskSession:
     def _evaluate(self, jobs: Sequence[JobState]) -> None:
         selection, context = self.state.selection, self.state.context
         jobs, found = self._evaluated(jobs)
+        self._exploration.evaluated(len(jobs))
         decisions = [
             selection.observe(
                 job.id,

@@ -118,6 +118,7 @@ def _metrics(result: TaskOutcome) -> dict[str, Any]:
         "samples_trained": result.samples_trained,
         "samples_budgeted": result.samples_budgeted,
         "samples_saved": round(result.samples_saved, 6),
+        "samples_cut_off": round(result.samples_cut_off, 6),
         "duration_s": round(result.duration_s, 3),
         **_finalists(result),
         **({} if result.adapter_check is None else {"peft_check": asdict(result.adapter_check)}),

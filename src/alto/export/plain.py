@@ -26,6 +26,7 @@ from alto.export.wording import (
     describe_profile,
     describe_refit,
     describe_rungs,
+    describe_savings,
     describe_scoring,
     format_count,
     format_duration,
@@ -264,7 +265,7 @@ class PlainView:
             self._say(f"note: {clean(note)}")
         self._say(
             f"done in {format_duration(history.duration_s)}: {outcome}; {format_count(history.samples_trained)} of "
-            f"{format_count(history.samples_budgeted)} samples trained, {format_share(history.saved_share)} saved"
+            f"{format_count(history.samples_budgeted)} samples trained, {describe_savings(history)}"
         )
 
     def _score(self, job: JobHistory) -> float:

@@ -31,6 +31,7 @@ from alto.export.wording import (
     describe_outlook,
     describe_profile,
     describe_refit,
+    describe_savings,
     describe_scoring,
     describe_task,
     format_count,
@@ -317,7 +318,7 @@ def _refit_line(history: RunHistory, refit: RefitFact) -> Text:
 def _samples(history: RunHistory) -> str:
     return (
         f"{format_count(history.samples_trained)} of {format_count(history.samples_budgeted)} samples trained, "
-        f"{format_share(history.saved_share)} saved"
+        f"{describe_savings(history)}"
     )
 
 

@@ -13,7 +13,7 @@ from pathlib import PurePath
 from typing import Any
 
 from alto.records import AdapterCheck, FinalistScore, Rung
-from alto.runs import JobHistory
+from alto.runs import JobHistory, RunHistory
 from alto.runs.events import KernelsCompiled, MeasuringBegun, OutOfMemory, ProfileMeasured, RefitFact, TaskStarted
 from alto.runs.progress import Outlook
 
@@ -32,6 +32,7 @@ __all__ = [
     "describe_refit",
     "describe_rung",
     "describe_rungs",
+    "describe_savings",
     "describe_scoring",
     "describe_task",
     "format_age",
@@ -303,6 +304,14 @@ def format_loss(loss: float | None) -> str:
 def format_share(share: float) -> str:
     """A fraction in percent: ``0.025`` is ``2.5 %``."""
     return f"{round(share * 100, 1):g} %"
+
+
+def describe_savings(history: RunHistory) -> str:
+    """What early exit saved, and what a budget cut off: ``60 % saved, 38 % cut off by the budget``."""
+    saved = f"{format_share(history.saved_share)} saved"
+    if not history.samples_cut_off:
+        return saved
+    return f"{saved}, {format_share(history.samples_cut_off / history.samples_budgeted)} cut off by the budget"
 
 
 def format_age(seconds: float) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from alto.records.jobs import JobResult
+from alto.records.jobs import ExitReason, JobResult
 
 __all__ = ["AdapterCheck", "FinalistScore", "Judgement", "Lead", "Sample", "Samples", "TaskOutcome"]
 
@@ -189,4 +189,10 @@ class TaskOutcome:
     @property
     def samples_saved(self) -> float:
         """Share of the budgeted samples that early exit did not train."""
-        return 1.0 - self.samples_trained / self.samples_budgeted
+        return 1.0 - self.samples_trained / self.samples_budgeted - self.samples_cut_off
+
+    @property
+    def samples_cut_off(self) -> float:
+        """Share of the budgeted samples that were not trained because ``search.budget`` ended their jobs."""
+        cut_off = (job for job in self.jobs if job.exit_reason == ExitReason.BUDGET)
+        return sum(job.samples_budgeted - job.samples_trained for job in cut_off) / self.samples_budgeted

@@ -108,6 +108,11 @@ class TaskResult:
         return self.outcome.samples_saved
 
     @property
+    def samples_cut_off(self) -> float:
+        """Share of the budgeted rows that were not trained because ``search.budget`` ended their jobs, in [0, 1]."""
+        return self.outcome.samples_cut_off
+
+    @property
     def finalists(self) -> tuple[FinalistScore, ...]:
         """Scores of the finalists' answers where ``select_by`` is not ``metric``, best by the metric first; empty where
         it is, or where the scorer failed."""

@@ -151,17 +151,22 @@ class RunHistory(JournalFold):
         return sum(job.samples_saved for job in self.jobs.values())
 
     @property
+    def samples_cut_off(self) -> int:
+        """Rows that were not trained because ``search.budget`` ended their jobs."""
+        return sum(job.samples_cut_off for job in self.jobs.values())
+
+    @property
     def saved_share(self) -> float:
         """Share of the budgeted rows saved by early exits so far, in [0, 1]."""
         return self.samples_saved / self.samples_budgeted if self.samples_budgeted else 0.0
 
     @property
     def decided_share(self) -> float:
-        """Share of the budgeted rows that are trained or saved by early exit, in [0, 1]; 1 when nothing is left to
-        do."""
+        """Share of the budgeted rows that are trained, saved by early exit or cut off by the budget, in [0, 1]; 1 when
+        nothing is left to do."""
         if not self.samples_budgeted:
             return 0.0
-        return min(1.0, (self.samples_trained + self.samples_saved) / self.samples_budgeted)
+        return min(1.0, (self.samples_trained + self.samples_saved + self.samples_cut_off) / self.samples_budgeted)
 
     def ranked(self) -> list[JobHistory]:
         """All jobs, the chosen one first, then by their best evaluation."""

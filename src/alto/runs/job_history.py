@@ -167,7 +167,16 @@ class JobHistory:
 
     @property
     def samples_saved(self) -> int:
-        """Budgeted rows saved by its early exit; 0 while the job may still train them."""
+        """Budgeted rows saved by its early exit; 0 while the job may still train them, and where a budget ended it."""
+        return 0 if self.exit_reason == ExitReason.BUDGET else self._samples_left
+
+    @property
+    def samples_cut_off(self) -> int:
+        """Rows that it did not train because ``search.budget`` ended it."""
+        return self._samples_left if self.exit_reason == ExitReason.BUDGET else 0
+
+    @property
+    def _samples_left(self) -> int:
         return max(0, self.samples_budgeted - self.samples_trained) if self.stage is Stage.EXITED else 0
 
     @property

@@ -2,11 +2,23 @@
 
 Data flow: :func:`next_configuration` gets the :class:`Trial` of every job and suggests the values of a new one (tree-
 structured Parzen estimator, of Optuna). :func:`forks_of` decides which jobs of a population continue as copies of
-better ones, and with which settings (population-based training).
+better ones, and with which settings (population-based training). :func:`beyond_budget` decides which jobs end so that
+the leading one can be trained to its end within the budget.
 """
 
+from alto.search.budget import Need, TimeSpent, beyond_budget
 from alto.search.population import Fork, forks_of, population_rungs
 from alto.search.tpe import check_installed, next_configuration
 from alto.search.trial import Trial
 
-__all__ = ["Fork", "Trial", "check_installed", "forks_of", "next_configuration", "population_rungs"]
+__all__ = [
+    "Fork",
+    "Need",
+    "TimeSpent",
+    "Trial",
+    "beyond_budget",
+    "check_installed",
+    "forks_of",
+    "next_configuration",
+    "population_rungs",
+]

@@ -20,8 +20,8 @@ _POPULATION = 12
 
 
 class Budget(SpecModel):
-    """What a search may spend. Where several are given, the first one that is spent ends the task: jobs that train then
-    end with the reason ``budget``, and the best adapter so far wins.
+    """Limits of what a search may spend; where several are given, all hold. Training the leading job to its end is
+    reserved first: once that takes all that is left, the others end with the reason ``budget``.
 
     Attributes:
         jobs: Configurations; those that begin with the task count.
