@@ -122,6 +122,19 @@ class TestConfig:
     def test_a_folder_without_one(self, tmp_path: Path) -> None:
         assert_refused(tmp_path, "config.json", "no such file", kind=ModelNotFoundError)
 
+    @pytest.mark.parametrize("named", ["", "best"], ids=["adapter", "run"])
+    def test_of_an_adapter(self, tmp_path: Path, named: str) -> None:
+        (tmp_path / "best").mkdir()
+        config = {"base_model_name_or_path": "some/base"}
+        (tmp_path / named / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+        where = "the run '" if named else "'"
+        expected = rf"model: expected a base model, found an adapter in {where}.*; write model: some/base, and, to .*"
+        with pytest.raises(ModelError, match=rf"{expected} init_adapter: {tmp_path / named}$"):
+            load_backbone(BaseModelSpec(id=str(tmp_path)))
+        (tmp_path / named / "adapter_config.json").write_text("{", encoding="utf-8")
+        with pytest.raises(ModelError, match="write model: the base model that it was trained on"):
+            load_backbone(BaseModelSpec(id=str(tmp_path)))
+
     @pytest.mark.parametrize(
         ("config", "said"),
         [

@@ -188,7 +188,12 @@ def test_what_cannot_be_exported_is_named(base: Path, tmp_path: Path, monkeypatc
     assert "expected a run (task.yaml) or an adapter" in said
     kind, said = refused(adapter, "--to", adapter, *options)
     assert kind is RunExistsError
-    assert said == f"{adapter}: expected no such folder, or an empty one, found files; name another"
+    expected = "expected a folder that does not exist yet, or an empty one, found"
+    assert said == f"{adapter}: {expected} one with 2 files; name another folder, or remove this one"
+    (adapter / "model.gguf").touch()
+    kind, said = refused(adapter, "--to", adapter / "model.gguf", "--gguf", "f16", "--base", base)
+    assert kind is RunExistsError
+    assert said.endswith(f"model.gguf: {expected} a file; name a folder, in which the files get names of their own")
     dense = save_model(tmp_path / "dense")
     kind, said = refused(adapter, "--to", tmp_path / "vllm", "--per-expert", "--base", dense)
     assert kind is UnsupportedError

@@ -60,13 +60,33 @@ def test_a_line_that_ends_too_early_is_not_called_two(tmp_path: Path) -> None:
     assert "(Expecting ',' delimiter)" in str(caught.value)
 
 
-def test_twenty_are_listed_and_all_are_counted(tmp_path: Path) -> None:
+def test_a_fault_of_many_rows_is_said_once_with_their_places(tmp_path: Path) -> None:
     with pytest.raises(BadRowsError) as caught:
         read_task_rows(make(tmp_path, *["{"] * 30, *[GOOD] * 5, BAD[FaultKind.NO_REPLY]))
     first, *lines = str(caught.value).split("\n")
     assert "found 31 of 36 bad (30 not JSON, 1 without a reply)" in first
-    assert first.endswith(f"; the first {LIST_LENGTH}:")
-    assert len(lines) == LIST_LENGTH
+    assert first.endswith("correct them, or leave them out with on_bad_row: skip:")
+    path = tmp_path / "train.jsonl"
+    assert [line.split(": ")[0] for line in lines] == [f"  {path}:1", "    29 more like it", f"  {path}:36"]
+    assert lines[1].endswith(f": {path}:2, 3, 4, 5, 6, 7, 8, 9, 10, 11, …")
+
+
+def test_rows_with_different_wrong_values_are_one_fault(tmp_path: Path) -> None:
+    """A whole file with texts for messages is one mistake, not one a row."""
+    with pytest.raises(BadRowsError) as caught:
+        read_task_rows(make(tmp_path, *[{"messages": f"text {number}"} for number in range(25)]))
+    assert str(caught.value).count("expected messages to be a list with at least one message, found 'text 0'") == 1
+    assert str(caught.value).count("\n") == 2
+    assert "24 more like it" in str(caught.value)
+
+
+def test_twenty_different_faults_are_listed() -> None:
+    faults = FaultList("dataset")
+    for number in range(50):
+        faults.add(f"row {number}", RowFault(FaultKind.WRONG_VALUE, f"expected {number}, found y"))
+    with pytest.raises(BadRowsError, match=rf"found 50 of 100 bad .*; the first {LIST_LENGTH} faults:") as caught:
+        faults.settle(100, "error")
+    assert str(caught.value).count("\n") == LIST_LENGTH
 
 
 def test_one_bad_row_is_one_line_with_both_remedies(tmp_path: Path) -> None:
@@ -143,7 +163,7 @@ def test_conversations_that_the_template_refuses_are_bad_rows(tmp_path: Path) ->
     data = read_task_rows(task).encode(tokenizer)
     assert (len(data.train), data.train.num_skipped, data.counts()["bad_rows"]) == (13, 0, 1)
     assert any("1 row of 14 of the training data left out" in note for note in data.notes)
-    with pytest.raises(BadRowsError, match=r"conversation 13 of the training data: expected turns .*\(no system\)"):
+    with pytest.raises(BadRowsError, match=r"train\.jsonl:13: expected turns .*\(no system\)"):
         read_task_rows(task.replace(on_bad_row="error")).encode(tokenizer)
 
 
@@ -158,7 +178,7 @@ def test_the_text_of_few_faults_is_kept() -> None:
     bad = faults.settle(2000, "skip")
     assert bad is not None
     assert (bad.num_bad, bad.first) == (1000, "row 0")
-    assert len(faults._listed) == LIST_LENGTH
+    assert sum(1 + len(alike.places) for alike in faults._listed.values()) == 11
 
 
 def test_the_key_takes_two_words(tmp_path: Path) -> None:

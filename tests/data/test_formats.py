@@ -223,9 +223,23 @@ def test_columns_of_no_form_are_told_those_of_pairs_where_pairs_are_meant() -> N
     with pytest.raises(DataFormatError) as caught:
         find_layout([RawRow("r:1", {"prompt": "u", "best": "a"})], "auto", {}, is_paired=True)
     said = str(caught.value)
-    assert "the columns of a form: preference (chosen, rejected) or preference (chosen_response, " in said
+    assert "the columns of a form: preference (chosen, rejected) or openai_preference (input, " in said
     assert "prompt_completion" not in said
     assert said.endswith("{prompt: <its column>, chosen: <its column>, rejected: <its column>}, or rename the columns")
+
+
+@pytest.mark.parametrize(
+    ("row", "nearest"),
+    [({"foo": "u", "bar": 1}, "text, label"), ({"premise": "u", "bar": 1, "labels": 2}, "premise, hypothesis, labels")],
+)
+def test_of_the_spellings_of_a_form_the_nearest_one_is_named(row: dict[str, Any], nearest: str) -> None:
+    with pytest.raises(DataFormatError) as caught:
+        find_layout([RawRow("r:1", row)], "auto", {}, is_classified=True)
+    assert str(caught.value) == (
+        f"r:1: expected the columns of a form: text_classification ({nearest}) (docs/data.md lists other names of "
+        f"columns); found {', '.join(row)}; name roles with columns, such as {{text: <its column>, label: <its "
+        "column>}, or rename the columns"
+    )
 
 
 @pytest.mark.parametrize("chosen", ["a", CONVERSATION[2:], CONVERSATION[1:]])

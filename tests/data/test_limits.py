@@ -105,7 +105,7 @@ def test_a_token_without_an_embedding_is_refused_before_training(tmp_path: Path)
     task = make_task(tmp_path, model=str(folder), dataset=str(path), validation_dataset=str(path))
     size = len(TOKENIZER)
     expected = (
-        rf"token ids below the {size:,} rows of its embedding, found {size:,} \('<\|new\|>'\) in example 12 of the"
+        rf"token ids below the {size:,} rows of its embedding, found {size:,} \('<\|new\|>'\) in .*rows\.jsonl:12"
     )
     for attempt in (Engine().preview, TaskRunner()._prepare):
         with pytest.raises(ModelError, match=expected):

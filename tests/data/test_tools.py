@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
@@ -21,7 +22,7 @@ from alto.data import Conversation, EncodedRow, Message, TaskRows, encode_conver
 from alto.data.convert import to_conversation, to_pair
 from alto.data.formats import find_layout
 from alto.data.rows import RawRow
-from alto.errors import DataError, DataFormatError
+from alto.errors import BadRowsError, DataError, DataFormatError
 from alto.spec import Task
 
 WEATHER = {"type": "function", "function": {"name": "weather", "description": "Rain.", "parameters": {}}}
@@ -324,3 +325,26 @@ def test_keys_that_arrow_fills_with_null_are_not_there(tmp_path: Path) -> None:
     assert isinstance(row, tuple)
     calls = [turn.other_keys()["tool_calls"][0]["function"]["arguments"] for turn in row[1:]]
     assert calls == [{"city": "Oslo"}, {"x": 1}]
+
+
+@pytest.mark.parametrize("token_cache", ["memory", "disk"])
+def test_rows_whose_calls_no_template_shows_are_named_by_file_and_line_and_explained_once(
+    tmp_path: Path, shipped: Any, token_cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows reach the template after a split, and from a file where the data is large."""
+    rows = [{"messages": [ASKED, REPLY]}, {"messages": [ASKED, calling(OSLO)], "tools": [WEATHER]}] * 12
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    monkeypatch.setenv("ALTO_CACHE", str(tmp_path / "cache"))
+    task = Task(model="alto-tiny", dataset=str(path), validation_split=0.25, token_cache=token_cache)
+    with pytest.raises(BadRowsError) as caught:
+        read_task_rows(task).encode(shipped)
+    said = str(caught.value)
+    assert said.count("expected a chat template that shows calls of tools") == 1
+    assert "conversation" not in said
+    *_, first, others = said.split("\n")
+    assert first.startswith(f"  {path}:")
+    assert "more like it: " in others
+    numbers = [int(number) for number in re.findall(r"(?<=[: ])\d+(?=[:,]|$)", f"{first.split(': ')[0]}:, {others}")]
+    assert len(numbers) > 5
+    assert all(number % 2 == 0 for number in numbers)

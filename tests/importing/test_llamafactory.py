@@ -348,3 +348,16 @@ def test_other_training_is_refused(folder: Path, keys: dict[str, Any], reason: s
     with pytest.raises(AltoError) as caught:
         imported_task([imported(folder, **keys)])
     assert reason in str(caught.value)
+
+
+def test_rows_to_validate_on_are_a_share_or_a_number_and_called_val_size(folder: Path) -> None:
+    assert "20 is a number of rows: a tenth of the rows is used; --set val_size=SHARE" in note(
+        imported(folder, val_size=20), "val_size"
+    )
+    for bad in ("abc", -1, True):
+        with pytest.raises(
+            SpecError, match="val_size: expected a share of the rows, below 1, or a number of rows, fou"
+        ):
+            imported(folder, val_size=bad)
+    found = import_file(folder / "config.json", "llamafactory", ["val_size=0.2"])
+    assert not [note for note in found.notes if note.key == "val_size"]

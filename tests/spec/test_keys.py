@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from alto.errors import ConflictingKeysError, UnknownKeyError, UnsupportedError
+from alto.errors import ConflictingKeysError, SpecError, UnknownKeyError, UnsupportedError
 from alto.spec import Task
 from alto.spec.job_config import JOB_FIELDS
 from alto.spec.keys import (
@@ -13,7 +13,10 @@ from alto.spec.keys import (
     UNSUPPORTED_KEYS,
     canonical_keys,
 )
+from alto.spec.load import build_task
 from alto.spec.task import TASK_FIELDS
+
+BASE = {"model": "m", "dataset": "d"}
 
 
 def canonical(given):
@@ -183,3 +186,24 @@ def test_keys_of_other_places_are_named_with_the_others():
     with pytest.raises(UnknownKeyError) as caught:
         Task(model="m", dataset="d", beta=0.1, loss_type="ipo")
     assert len(str(caught.value).splitlines()) == 2
+
+
+def test_attention_of_other_programs_is_answered() -> None:
+    with pytest.raises(UnsupportedError, match="'flash_attention', which is not needed: ALTO chooses its kernels and"):
+        Task(model="m", dataset="d", flash_attention=True)
+    assert Task(model="m", dataset="d", flash_attention=False, sdp_attention=False).model == "m"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("val_size", 20, "val_size (validation_split, share of the rows set aside to validate on) should be a finite"),
+        ("lr", -1, "lr (learning_rate, the peak learning rate) should be a finite number > 0, found -1"),
+        ("validation_split", 20, "validation_split (share of the rows set aside to validate on) should be a finite"),
+    ],
+)
+def test_a_value_is_refused_under_the_name_that_the_user_wrote(key: str, value: object, said: str) -> None:
+    for make in (lambda: Task(model="m", dataset="d", **{key: value}), lambda: build_task(BASE, [f"{key}={value}"])):
+        with pytest.raises(SpecError) as caught:
+            make()
+        assert str(caught.value).startswith(said)

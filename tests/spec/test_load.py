@@ -161,7 +161,7 @@ def test_an_override_replaces_any_spelling_in_place_and_leaves_the_rest(write):
         ("early_exit..policy=paper", SpecError, "An override should be key=value"),
         ("lr=[1", SpecError, "should be valid YAML"),
         ("name=2024-13-45", SpecError, "should be valid YAML"),
-        ("lr='1e-4'", SpecError, "learning_rate .*text"),
+        ("lr='1e-4'", SpecError, r"lr \(learning_rate, .*text"),
         ("dataset.path=x", SpecError, "reaches into 'dataset', expected a mapping there, found 'train.jsonl'"),
         ("lr_rate=1", UnknownKeyError, "'lr_rate'"),
         ("search_space.lrr=1", UnknownKeyError, "search_space has the unknown key 'lrr'"),

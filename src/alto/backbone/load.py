@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import json
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
@@ -254,6 +255,7 @@ def load_config(spec: BaseModelSpec) -> PreTrainedConfig:
     model, path = spec.id, resolve_model(spec.id)
     if Path(path).is_dir():
         if not (Path(path) / "config.json").is_file():
+            _check_is_no_adapter(model, Path(path))
             raise ModelNotFoundError(
                 f"model: expected config.json of a causal language model in {model!r}, found no such file; "
                 f"name a folder that save_pretrained has written"
@@ -265,6 +267,27 @@ def load_config(spec: BaseModelSpec) -> PreTrainedConfig:
         config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=spec.trust_remote_code)
     check_is_causal(model, config)
     return config
+
+
+def _check_is_no_adapter(model: str, folder: Path) -> None:
+    """Refuse the folder of an adapter, or of a run that has one, with the keys that say what is meant.
+
+    Raises:
+        ModelError: There is an adapter.
+    """
+    found = next((path for path in (folder, folder / "best") if (path / "adapter_config.json").is_file()), None)
+    if found is None:
+        return
+    try:
+        base = json.loads((found / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (OSError, ValueError, TypeError, KeyError):
+        base = None
+    named = base if isinstance(base, str) else "the base model that it was trained on"
+    where = f"{model!r}" if found == folder else f"the run {model!r}"
+    raise ModelError(
+        f"model: expected a base model, found an adapter in {where}; write model: {named}, and, to continue from the "
+        f"adapter, init_adapter: {found}"
+    )
 
 
 def _check_complete(model: str, report: Mapping[str, Any], remedy: str) -> None:

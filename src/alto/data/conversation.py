@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, SupportsIndex, TypeAlias, overload
 
 from alto.records import RowLabel
@@ -18,6 +18,7 @@ __all__ = [
     "Message",
     "Pair",
     "Row",
+    "place_of",
     "unpaired",
 ]
 
@@ -68,18 +69,23 @@ class ConversationWithTools(Conversation):
     """Turns in order, with the other arguments of the chat template.
 
     Attributes:
-        template_arguments: The text of a JSON object: ``tools``, and the row's ``chat_template_kwargs``.
+        template_arguments: The text of a JSON object: ``tools``, and the row's ``chat_template_kwargs``; empty where
+            the row has neither.
+        where: Place of the row, for messages: ``train.jsonl:7``; empty where it is not known. Equal conversations may
+            have different ones.
     """
 
     template_arguments: str
+    where: str
 
-    def __new__(cls, turns: Iterable[Message], template_arguments: str) -> ConversationWithTools:
+    def __new__(cls, turns: Iterable[Message], template_arguments: str, where: str = "") -> ConversationWithTools:
         made = super().__new__(cls, turns)
         made.template_arguments = template_arguments
+        made.where = where
         return made
 
-    def __getnewargs__(self) -> tuple[Conversation, str]:
-        return tuple(self), self.template_arguments
+    def __getnewargs__(self) -> tuple[Conversation, str, str]:
+        return tuple(self), self.template_arguments, self.where
 
     @overload
     def __getitem__(self, index: SupportsIndex) -> Message: ...
@@ -89,7 +95,7 @@ class ConversationWithTools(Conversation):
 
     def __getitem__(self, index: SupportsIndex | slice) -> Message | ConversationWithTools:
         if isinstance(index, slice):
-            return ConversationWithTools(super().__getitem__(index), self.template_arguments)
+            return ConversationWithTools(super().__getitem__(index), self.template_arguments, self.where)
         return super().__getitem__(index)
 
     def __eq__(self, other: object) -> bool:
@@ -99,7 +105,8 @@ class ConversationWithTools(Conversation):
         return not self == other
 
     def __hash__(self) -> int:
-        return hash((super().__hash__(), self.template_arguments))
+        own = super().__hash__()  # a tuple may be equal to turns without arguments
+        return hash((own, self.template_arguments)) if self.template_arguments else own
 
 
 class LabelledConversation(ConversationWithTools):
@@ -112,7 +119,7 @@ class LabelledConversation(ConversationWithTools):
     is_desirable: bool
 
     def __new__(cls, turns: Conversation, is_desirable: bool) -> LabelledConversation:
-        made = super().__new__(cls, turns, getattr(turns, "template_arguments", ""))
+        made = super().__new__(cls, turns, getattr(turns, "template_arguments", ""), getattr(turns, "where", ""))
         assert isinstance(made, LabelledConversation)
         made.is_desirable = is_desirable
         return made
@@ -123,8 +130,7 @@ class LabelledConversation(ConversationWithTools):
     @property
     def unlabelled(self) -> Conversation:
         """The conversation alone."""
-        arguments = self.template_arguments
-        return ConversationWithTools(tuple(self), arguments) if arguments else tuple(self)
+        return ConversationWithTools(tuple(self), self.template_arguments, self.where)
 
     def __eq__(self, other: object) -> bool:
         return super().__eq__(other) and self.is_desirable == getattr(other, "is_desirable", None)
@@ -152,15 +158,21 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class LabelledText:
-    """A text, or two, or a conversation, and its label."""
+    """A text, or two, or a conversation, and its label; and the place of the row, for messages."""
 
     text: str | Conversation
     text_pair: str | None
     label: RowLabel
+    where: str = field(default="", compare=False)
 
 
 Row: TypeAlias = Conversation | Pair | LabelledText
 """A conversation to learn from, a pair of them, or a text with a label."""
+
+
+def place_of(row: Row, otherwise: str) -> str:
+    """Place of ``row``, for messages; ``otherwise`` where it is not known."""
+    return getattr(row.chosen if isinstance(row, Pair) else row, "where", "") or otherwise
 
 
 def unpaired(rows: Iterable[Row]) -> Iterator[Row]:

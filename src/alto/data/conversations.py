@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alto.data.conversation import Conversation, LabelledConversation
+from alto.data.conversation import Conversation, LabelledConversation, place_of
 from alto.data.dataset import IGNORED, EncodedDataset, MemoryWriter, RowWriter, Span
 from alto.data.encode import EncodedRow, Encoder
 from alto.data.faults import FaultList
@@ -58,15 +58,16 @@ def encode_dataset(
     num_rows = num_truncated = num_masked = num_unrolled = 0
     faults = FaultList(f"the {what} data")
     for number, conversation in enumerate(conversations, start=1):
+        where = place_of(conversation, f"conversation {number} of the {what} data")
         try:
             rows = encoder.rows(conversation) or [EncodedRow((), ())]
         except ConversationError as error:
-            faults.add(f"conversation {number} of the {what} data", RowFault(FaultKind.REFUSED, str(error)))
+            faults.add(where, RowFault(FaultKind.REFUSED, str(error)))
             continue
         num_unrolled += len(rows) > 1
         for row in rows:
             num_rows += 1
-            check_token_ids(row.input_ids, limits, tokenizer, f"example {num_rows} of the {what} data")
+            check_token_ids(row.input_ids, limits, tokenizer, where)
             num_truncated += len(row.input_ids) > limit.num_tokens
             num_masked += not any(row.is_trained[1:])
             ids, sought = ids_and_targets(row, limit.num_tokens)

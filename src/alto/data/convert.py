@@ -90,7 +90,7 @@ def to_labelled_text(row: RawRow, layout: Layout, labels: LabelReader) -> Labell
         label = labels.read(fields.get("label"))
     except LabelError as error:
         raise fields.wrong(f"{fields.column('label')} to be {error}", fields.get("label"), error.kind) from None
-    return LabelledText(text, texts[1] if len(texts) > 1 else None, label)
+    return LabelledText(text, texts[1] if len(texts) > 1 else None, label, row.where)
 
 
 def label_of(row: RawRow, layout: Layout) -> object:
@@ -170,7 +170,8 @@ def _completed(turns: list[Message], fields: _Fields) -> Conversation:
         text = fields.text("system", optional=True)
         turns = [Message("system", text), *turns] if text else turns
     arguments = _template_arguments(fields)
-    return ConversationWithTools(turns, json.dumps(arguments, ensure_ascii=False)) if arguments else tuple(turns)
+    written = json.dumps(arguments, ensure_ascii=False) if arguments else ""
+    return ConversationWithTools(turns, written, fields.row.where)
 
 
 def _template_arguments(fields: _Fields) -> dict[str, Any]:

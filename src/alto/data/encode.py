@@ -336,7 +336,7 @@ def with_last_reply(conversation: Conversation) -> Conversation:
         for position, turn in enumerate(conversation)
     ]
     if isinstance(conversation, ConversationWithTools):
-        return ConversationWithTools(turns, conversation.template_arguments)
+        return ConversationWithTools(turns, conversation.template_arguments, conversation.where)
     return tuple(turns)
 
 

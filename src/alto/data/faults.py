@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from alto.data.rows import FaultKind, RowError, RowFault
@@ -13,7 +13,10 @@ from alto.spec import OnBadRow
 __all__ = ["LIST_LENGTH", "BadRows", "FaultList"]
 
 LIST_LENGTH = 20
-"""Bad rows that an error lists one by one."""
+"""Different faults that an error lists; rows with the same fault are one of them."""
+
+_NUM_PLACES = 10
+"""Other rows with the same fault whose places are listed."""
 
 _LEAVE_OUT = "on_bad_row: skip"
 
@@ -48,15 +51,44 @@ class BadRows:
 
 
 @dataclass(slots=True)
+class _Alike:
+    """Rows of which the same was expected.
+
+    Attributes:
+        first: The first of them, whose text stands for all.
+        places: Places of the next ones.
+        num_others: All of them but the first.
+    """
+
+    first: RowError
+    places: list[str] = field(default_factory=list)
+    num_others: int = 0
+
+    def add(self, where: str) -> None:
+        self.num_others += 1
+        if len(self.places) < _NUM_PLACES:
+            self.places.append(where)
+
+    @property
+    def lines(self) -> list[str]:
+        """The first fault, and where the others are."""
+        if not self.num_others:
+            return [f"  {self.first}"]
+        more = ", …" if self.num_others > len(self.places) else ""
+        return [f"  {self.first}", f"    {self.num_others:,} more like it: {_places(self.places)}{more}"]
+
+
+@dataclass(slots=True)
 class FaultList:
-    """Collects the faults of one dataset's rows, in order; the text of all but the first is not kept.
+    """Collects the faults of one dataset's rows, in order; the text of all but the first of a sort is not kept.
 
     Attributes:
         key: Key of the task that names the dataset, for messages.
     """
 
     key: str
-    _listed: list[RowError] = field(default_factory=list)
+    _listed: dict[tuple[FaultKind, str], _Alike] = field(default_factory=dict)
+    _first: str = ""
     _kinds: Counter[FaultKind] = field(default_factory=Counter)
 
     def add(self, where: str, fault: RowFault) -> None:
@@ -65,9 +97,15 @@ class FaultList:
 
     def add_error(self, error: RowError) -> None:
         """Add the fault of ``error``."""
-        self._kinds[error.fault.kind] += 1
-        if len(self._listed) < LIST_LENGTH:
-            self._listed.append(error)
+        kind = error.fault.kind
+        self._kinds[kind] += 1
+        self._first = self._first or error.where
+        expected = error.fault.reason.partition(", found ")[0]
+        alike = self._listed.get((kind, expected))
+        if alike is not None:
+            alike.add(error.where)
+        elif len(self._listed) < LIST_LENGTH:
+            self._listed[kind, expected] = _Alike(error)
 
     def settle(self, num_rows: int, on_bad_row: OnBadRow) -> BadRows | None:
         """The rows that are left out, which may be some but not all; None where every row can be used.
@@ -84,23 +122,30 @@ class FaultList:
             return None
         if on_bad_row == "skip" and num_bad < num_rows:
             kinds = dict(self._kinds.most_common())
-            return BadRows(key=self.key, num_rows=num_rows, kinds=kinds, first=self._listed[0].where)
-        raise BadRowsError(_message(self.key, self._listed, self._kinds, num_rows))
+            return BadRows(key=self.key, num_rows=num_rows, kinds=kinds, first=self._first)
+        raise BadRowsError(_message(self.key, list(self._listed.values()), self._kinds, num_rows))
 
 
-def _message(key: str, faults: Sequence[RowError], kinds: Counter[FaultKind], num_rows: int) -> str:
+def _message(key: str, faults: Sequence[_Alike], kinds: Counter[FaultKind], num_rows: int) -> str:
     num_bad = kinds.total()
     is_all = num_bad == num_rows
     if num_bad == 1:
-        return str(faults[0]) + ("" if is_all else f", or leave it out with {_LEAVE_OUT}")
+        return str(faults[0].first) + ("" if is_all else f", or leave it out with {_LEAVE_OUT}")
     found = f"{'all' if is_all else f'{num_bad:,} of'} {num_rows:,} bad ({_counts(dict(kinds.most_common()))})"
     remedy = "correct them" + ("" if is_all else f", or leave them out with {_LEAVE_OUT}")
-    first = f"; the first {LIST_LENGTH}" if num_bad > len(faults) else ""
-    return "\n".join((f"{key}: expected rows that can be used, found {found}; {remedy}{first}:", *_lines(faults)))
+    first = f"; the first {LIST_LENGTH} faults" if num_bad > sum(1 + alike.num_others for alike in faults) else ""
+    lines = (line for alike in faults for line in alike.lines)
+    return "\n".join((f"{key}: expected rows that can be used, found {found}; {remedy}{first}:", *lines))
 
 
-def _lines(faults: Sequence[RowError]) -> Iterator[str]:
-    return (f"  {fault}" for fault in faults)
+def _places(places: Sequence[str]) -> str:
+    """Places of rows, each file named once: ``train.jsonl:3, 5, other.jsonl:1``."""
+    shown, last = [], ""
+    for place in places:
+        file, colon, line = place.rpartition(":")
+        shown.append(line if colon and file == last else place)
+        last = file
+    return ", ".join(shown)
 
 
 def _counts(kinds: Mapping[FaultKind, int]) -> str:

@@ -328,8 +328,16 @@ def _no_form(row: RawRow, candidates: Sequence[Layout], form: str) -> DataFormat
     roles = ("prompt", "chosen", "rejected") if is_paired else ("prompt", "completion")
     roles = ("text", "label") if candidates[0].is_classified else roles
     example = ", ".join(f"{role}: <its column>" for role in roles)
+    by_form: dict[str, list[Layout]] = {}
+    for layout in candidates:
+        by_form.setdefault(layout.form, []).append(layout)
+    shown = [
+        max(layouts, key=lambda layout: sum(column in row.values for _, column in layout.columns))
+        for layouts in by_form.values()
+    ]
+    other = " (docs/data.md lists other names of columns)" if len(shown) < len(candidates) else ""
     return DataFormatError(
-        f"{row.where}: expected {what}: {_either(candidates)}; found {listed(row.values)}; name roles with "
+        f"{row.where}: expected {what}: {_either(shown)}{other}; found {listed(row.values)}; name roles with "
         f"columns, such as {{{example}}}, or rename the columns"
     )
 

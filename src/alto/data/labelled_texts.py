@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from alto.data.conversation import LabelledText
+from alto.data.conversation import LabelledText, place_of
 from alto.data.dataset import IGNORED, EncodedDataset
 from alto.data.faults import FaultList
 from alto.data.limits import check_token_ids, row_limit
@@ -57,7 +57,7 @@ def encode_labelled_texts(
     input_ids, targets, classes = [], [], []
     num_truncated = 0
     for number, row in enumerate(rows, start=1):
-        where = f"row {number} of the {what} data"
+        where = place_of(row, f"row {number} of the {what} data")
         try:
             ids = _token_ids(row, tokenizer)
         except ConversationError as error:

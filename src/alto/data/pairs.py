@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from alto.data.conversation import Conversation, Pair
+from alto.data.conversation import Conversation, Pair, place_of
 from alto.data.conversations import ids_and_targets
 from alto.data.dataset import IGNORED, EncodedDataset, MemoryWriter, RowWriter, Span
 from alto.data.encode import EncodedRow, Encoder
@@ -64,6 +64,7 @@ def encode_pairs(
     num_truncated = num_alike = num_masked = 0
     faults = FaultList(f"the {what} data")
     for number, pair in enumerate(pairs, start=1):
+        where = place_of(pair, f"pair {number} of the {what} data")
         if not all(
             any(turn.is_trained and not turn.is_empty for turn in conversation) for conversation in pair.conversations
         ):
@@ -72,10 +73,10 @@ def encode_pairs(
         try:
             rows = _begun_together([_encode_conversation(conversation, encoder) for conversation in pair.conversations])
         except ConversationError as error:
-            faults.add(f"pair {number} of the {what} data", RowFault(FaultKind.REFUSED, str(error)))
+            faults.add(where, RowFault(FaultKind.REFUSED, str(error)))
             continue
         for row in rows:
-            check_token_ids(row.input_ids, limits, tokenizer, f"pair {number} of the {what} data")
+            check_token_ids(row.input_ids, limits, tokenizer, where)
         if rows[0].input_ids == rows[1].input_ids:
             num_alike += 1
             continue

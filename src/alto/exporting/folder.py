@@ -20,10 +20,21 @@ def check_free(folder: Path) -> None:
     """Check that there is nothing at ``folder``, or an empty folder.
 
     Raises:
-        RunExistsError: There is.
+        RunExistsError: There is a file, or a folder with files.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise RunExistsError(f"{folder}: expected no such folder, or an empty one, found files; name another")
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise RunExistsError(
+            f"{folder}: expected a folder that does not exist yet, or an empty one, found a file; name a folder, in "
+            "which the files get names of their own"
+        )
+    count = sum(1 for _ in folder.iterdir())
+    if count:
+        raise RunExistsError(
+            f"{folder}: expected a folder that does not exist yet, or an empty one, found one with {count} "
+            f"file{'' if count == 1 else 's'}; name another folder, or remove this one"
+        )
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from alto.spec.method import Method
 from alto.spec.outside import strict_json
 from alto.spec.quoting import quoted
 from alto.spec.task import TRACKERS
+from alto.spec.validation import is_finite_number
 
 __all__ = [
     "compares_replies_as_tool",
@@ -83,11 +84,19 @@ def set_defaults(draft: Draft, defaults: Mapping[str, Any]) -> None:
 
 
 def validation_share(draft: Draft, key: str) -> None:
-    """Read the share of rows to validate on from the key ``key``: a share, or a number of rows."""
+    """Read the share of rows to validate on from the key ``key``: a share, or a number of rows.
+
+    Raises:
+        SpecError: It is neither.
+    """
     size = draft.take(key, 0)
-    if draft.values.get("validation_dataset") is not None:
+    if draft.values.get("validation_dataset") is not None or "validation_split" in draft.replaced:
         return
-    if isinstance(size, int | float) and not isinstance(size, bool) and 0 < size < 1:
+    if not is_finite_number(size) or size < 0:
+        raise SpecError(
+            f"{key}: expected a share of the rows, below 1, or a number of rows, found {quoted(size)}. Correct it."
+        )
+    if 0 < size < 1:
         draft.put("validation_split", float(size))
     elif size == 0:
         draft.not_supported(
@@ -98,7 +107,7 @@ def validation_share(draft: Draft, key: str) -> None:
     else:
         draft.not_supported(
             key,
-            f"{quoted(size)} is a number of rows: a tenth of the rows is used; write their share as validation_split",
+            f"{quoted(size)} is a number of rows: a tenth of the rows is used; --set {key}=SHARE sets another share",
         )
 
 

@@ -72,9 +72,9 @@ class DataKeys(SpecModel):
         num_labels: Number of labels; None counts those of the rows.
         id2label: Names of the labels in the order of the head's outputs, as a list or a mapping from their indices;
             None takes the sorted names of the rows' labels, and ``LABEL_0`` and so on for numbers.
-        on_bad_row: What is done about rows that cannot be used: ``error`` lists the first twenty and counts every kind
-            of fault; ``skip`` leaves them out, and their number is noted before training. Rows that are all bad are an
-            error in any case.
+        on_bad_row: What is done about rows that cannot be used: ``error`` lists every fault once, with the places of
+            its rows, and counts every kind; ``skip`` leaves them out, and their number is noted before training. Rows
+            that are all bad are an error in any case.
         token_cache: Where the tokens of the rows are: in ``memory``; on ``disk``, in files that later runs and other
             processes use again, of which a bounded part is in memory; ``auto`` is ``disk`` where the texts of the task
             have 256 MiB or more and no labels for a classification head, which are kept in memory. Tokens, splits and

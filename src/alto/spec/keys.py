@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import contextlib
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from alto.errors import ConflictingKeysError, UnknownKeyError, UnsupportedError
+from alto.errors import ConflictingKeysError, SpecError, UnknownKeyError, UnsupportedError
 from alto.spec.quoting import quoted
 from alto.spec.suggestions import nearest_key
 from alto.spec.trainer_keys import (
@@ -24,6 +26,7 @@ __all__ = [
     "UNSUPPORTED_KEYS",
     "asks_for_nothing",
     "canonical_keys",
+    "spelt_as",
 ]
 
 JOB_ALIASES: Mapping[str, str] = {
@@ -219,6 +222,32 @@ def canonical_keys(
             )
         written[name] = key
     return {name: kept[key] for name, key in written.items()}
+
+
+@contextlib.contextmanager
+def spelt_as(written: Collection[str], aliases: Mapping[str, str]) -> Iterator[None]:
+    """Name fields in the errors of the block by the user's spelling first, where the user has another one.
+
+    Args:
+        written: Keys as the user wrote them.
+        aliases: Other spellings of fields.
+
+    Raises:
+        SpecError: The block raises one; lines of it that begin with such a field are changed.
+    """
+    spelt = {aliases[key]: key for key in written if key in aliases}
+
+    def renamed(line: str) -> str:
+        found = re.match(r"(\w+)(?: \(|\b)", line)
+        if found is None or found[1] not in spelt:
+            return line
+        is_explained = found[0].endswith("(")
+        return f"{spelt[found[1]]} ({found[1]}{', ' if is_explained else ')'}{line[found.end() :]}"
+
+    try:
+        yield
+    except SpecError as error:
+        raise type(error)("\n".join(map(renamed, str(error).split("\n")))) from None
 
 
 def asks_for_nothing(key: str, value: object) -> bool:

@@ -228,7 +228,8 @@ def _without_search(values: Mapping[Any, Any], field: str) -> dict[Any, Any]:
 def _with_value(values: Mapping[Any, Any], keys: list[str], value: Any, override: str) -> dict[Any, Any]:
     """A copy of ``values`` with ``value`` at the end of the path ``keys``; the field keeps its place."""
     field = _ALIASES.get(keys[0], keys[0])
-    written = next((key for key in values if _ALIASES.get(key, key) == field), field)
+    spelling = keys[0] if keys[0] in JOB_ALIASES or keys[0] in TASK_ALIASES else field
+    written = next((key for key in values if _ALIASES.get(key, key) == field), spelling)
     if len(keys) > 1:
         inner = values.get(written, {})
         # `early_exit: true` means the default settings.

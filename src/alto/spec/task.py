@@ -21,7 +21,7 @@ from alto.spec.data_keys import DataKeys, OnBadRow, TrainOn, default_name
 from alto.spec.early_exit import EarlyExit
 from alto.spec.expansion import Expansion, Job
 from alto.spec.job_config import JOB_FIELDS, JobConfig
-from alto.spec.keys import JOB_ALIASES, TASK_ALIASES, canonical_keys
+from alto.spec.keys import JOB_ALIASES, TASK_ALIASES, canonical_keys, spelt_as
 from alto.spec.labels import check_label_keys, with_task_type
 from alto.spec.method import Method, find_method
 from alto.spec.metric import LOSS, check_metric, check_metric_name
@@ -207,13 +207,16 @@ class Task(DataKeys):
         given["search_space"] = auto_space(fixed=fixed) if space == AUTO else _search_space(space, method)
         given.setdefault("name", default_name(given.get("dataset")))
         check_given_once(given, fixed)
-        super().__init__(**given)
+        aliases = _aliases(method)
+        with spelt_as(values, aliases):
+            super().__init__(**given)
         self._origin = Origin(objects=objects, notes=notes)
         if objects is not None:
             check_object_keys(self, objects)
         check_splits(self.validation_split, self.test_split)
         check_metric(self.metric, self.method, method.entry.scores)
-        check_fixed(fixed, self.search_space, method)
+        with spelt_as(values, aliases):
+            check_fixed(fixed, self.search_space, method)
         self._fixed = {key: plain(value) for key, value in fixed.items()}
         check_search(self.search, self.search_space, self.early_exit)
         self._expansion = Expansion(
@@ -406,9 +409,13 @@ def _method_of(values: Mapping[str, Any]) -> Method:
 def _canonical(values: Mapping[str, Any], method: Method) -> dict[str, Any]:
     """``values`` by canonical names."""
     fields = (*TASK_FIELDS, *JOB_FIELDS, *method.known_keys)
-    aliases = {**JOB_ALIASES, **TASK_ALIASES, **method.aliases}
     elsewhere = {key: "early_exit" for key in EarlyExit.model_fields if key not in fields}
-    return canonical_keys(values, fields=fields, aliases=aliases, where="the task", elsewhere=elsewhere)
+    return canonical_keys(values, fields=fields, aliases=_aliases(method), where="the task", elsewhere=elsewhere)
+
+
+def _aliases(method: Method) -> dict[str, str]:
+    """Other spellings of all keys of a task of ``method``."""
+    return {**JOB_ALIASES, **TASK_ALIASES, **method.aliases}
 
 
 def _search_space(value: object, method: Method) -> SearchSpace:

@@ -68,6 +68,8 @@ _NOT_NEEDED: Mapping[str, tuple[str, ...]] = {
     ),
     "ALTO chooses its kernels and its attention by the device": (
         *("use_liger_kernel", "liger_kernel_config", "attn_implementation", "use_cache"),
+        *("flash_attention", "flash_attn", "sdp_attention", "xformers_attention", "eager_attention", "flex_attention"),
+        *("use_flash_attention_2", "use_flash_attn", "use_unsloth"),
     ),
     "how layers are recomputed and compiled is fixed; 'gradient_checkpointing' and 'torch_compile' switch it on": (
         *("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"),
@@ -153,6 +155,8 @@ TRAINER_OFF_VALUES: Mapping[str, tuple[Any, ...]] = {
             *("overwrite_output_dir", "prediction_loss_only", "push_to_hub"),
             *("restore_callback_states_from_checkpoint", "save_on_each_node", "save_only_model"),
             *("activation_offloading", "auto_find_batch_size", "use_cache", "use_cpu", "use_liger_kernel"),
+            *("flash_attention", "sdp_attention", "xformers_attention", "eager_attention", "flex_attention"),
+            *("use_flash_attention_2", "use_flash_attn", "use_unsloth"),
             *("disable_dropout", "include_tokens_per_second", "hub_private_repo", "tf32"),
         ),
         (False,),
