@@ -202,7 +202,7 @@ def test_an_error_of_the_device_is_no_failure_of_the_scorer(monkeypatch: pytest.
 
 def test_rows_without_answers_are_refused_before_anything_is_written(task: alto.Task, tmp_path: Path) -> None:
     plain = str(write_rows(tmp_path / "plain.jsonl", 6))
-    with pytest.raises(DataError, match="found none of 6; add final answers, or remove select_by"):
+    with pytest.raises(DataError, match="found none of 6; add such rows, or remove select_by"):
         alto.Engine(output_dir=tmp_path / "runs").tune(task.replace(validation_dataset=plain, dataset_format="auto"))
     assert not (tmp_path / "runs").exists()
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import scoring_functions
 import torch
 from peft import PeftModel
 from tiny import load_tokenizer, make_task
@@ -20,7 +21,7 @@ from alto.errors import DataError, NoResultError, SpecError, TargetModuleError
 from alto.evaluation import EvaluationSettings, measure
 from alto.lora import AdapterWeights, SavedAdapter, read_saved_adapter
 from alto.records import Evaluation, EvaluationResult
-from alto.spec import BaseModelSpec
+from alto.spec import BaseModelSpec, Scoring
 
 # PEFT asks transformers for a property under its old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -184,8 +185,65 @@ def test_rows_without_answers_have_a_loss_alone_unless_asked(adapter: SavedAdapt
     found = run(adapter, plain)
     assert of_mine(found).loss is not None
     assert of_mine(found).exact_match is None
-    with pytest.raises(DataError, match="expected every reference to end in a line '#### N', found none in row 1 of 6"):
+    with pytest.raises(DataError, match="expected rows whose replies end in a line '#### N', found none in row 1 of 6"):
         run(adapter, plain, metric="exact_match")
+
+
+@pytest.mark.parametrize(
+    "metric",
+    [
+        "exact",
+        "contains",
+        "numeric",
+        {"scorer": "numeric", "tolerance": 0.4},
+        {"scorer": "regex", "pattern": r"#### ([\d,]+)$"},
+        scoring_functions.is_right,
+    ],
+)
+def test_every_scorer_finds_what_was_learned_and_the_base_does_not_know(
+    metric: Any, adapter: SavedAdapter, rows: HeldoutRows
+) -> None:
+    found = run(adapter, rows, metric=metric, baseline=True)
+    mine = of_mine(found)
+    assert (mine.loss, mine.exact_match) == (None, None)
+    assert mine.score is not None
+    assert mine.score > 0.9
+    assert found.baseline is not None
+    assert found.baseline.score == 0
+    scores = [one.score for one in found.predictions if one.weights == "mine"]
+    assert sum(score or 0 for score in scores) == mine.score * NUM_ROWS
+    if mine.scorer == "python":
+        assert mine.num_correct is None
+        assert mine.settings["scoring"] == {"scorer": "python", "function": "scoring_functions:is_right"}
+    else:
+        assert mine.num_correct == mine.score * NUM_ROWS
+        assert mine.settings["scoring"]["scorer"] == mine.scorer
+
+
+def test_a_scorer_of_the_run_is_measured_where_its_rows_can_be(adapter: SavedAdapter, rows: HeldoutRows) -> None:
+    settings = EvaluationSettings(max_new_tokens=32)
+    measured = [
+        of_mine(measure({"mine": adapter}, rows, settings, base=BASE, max_tokens_per_pass=4096, scoring=scoring))
+        for scoring in (Scoring(scorer="contains"), Scoring(scorer="json"), Scoring(scorer="python", function="a.b"))
+    ]
+    assert [one.scorer for one in measured] == ["contains", None, "exact_match"]
+    assert all(one.loss is not None for one in measured)
+
+
+def test_a_function_that_fails_is_an_error(adapter: SavedAdapter, rows: HeldoutRows) -> None:
+    with pytest.raises(NoResultError, match=r"expected scores of all answers, found none: .*the judge is asleep"):
+        run(adapter, rows, metric=scoring_functions.raising, limit=1, max_new_tokens=2)
+
+
+def test_rows_are_the_replies_that_a_scorer_needs(adapter: SavedAdapter, rows: HeldoutRows) -> None:
+    with pytest.raises(DataError, match="json: expected rows whose replies have a JSON value, found none in row 1 of"):
+        run(adapter, rows, metric="json")
+    with pytest.raises(
+        SpecError, match=r"metric.num_rows: expected settings of the scorer alone.*; name limit instead"
+    ):
+        EvaluationSettings(metric={"scorer": "exact", "num_rows": 3})
+    with pytest.raises(SpecError, match=r"metric.pattern is missing"):
+        EvaluationSettings(metric="regex")
 
 
 def test_no_rows_are_an_error(adapter: SavedAdapter) -> None:
@@ -209,7 +267,7 @@ def test_broken_weights_are_an_error(adapter: SavedAdapter, rows: HeldoutRows) -
     "settings", [{"batch_size": 0}, {"max_new_tokens": 0}, {"limit": 0}, {"metric": "accuracy"}, {"backend": "tgi"}]
 )
 def test_settings_out_of_their_domain_are_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(SpecError, match=f"{next(iter(settings))}: expected"):
+    with pytest.raises(SpecError, match=f"{next(iter(settings))}(: expected| should be)"):
         EvaluationSettings(**settings)
 
 

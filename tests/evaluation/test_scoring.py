@@ -125,19 +125,30 @@ def test_two_runs_with_the_same_scores_have_the_same_winner(task: alto.Task, mon
     assert (first.best_job, first.finalists) == (second.best_job, second.finalists)
 
 
-@pytest.mark.parametrize("scorer", ["exact_match", "multiple_choice"])
-def test_the_real_scorers_agree_with_alto_eval_and_leave_the_base_as_it_was(task: alto.Task, scorer: str) -> None:
-    result = tune(task.replace(select_by={"scorer": scorer, "max_new_tokens": 16, "num_rows": 12}))
+@pytest.mark.parametrize(
+    "scorer",
+    [
+        {"scorer": "exact"},
+        {"scorer": "contains"},
+        {"scorer": "regex", "pattern": "####"},
+        {"scorer": "numeric", "tolerance": 0.5},
+        {"scorer": "exact_match"},
+        {"scorer": "multiple_choice"},
+    ],
+    ids=lambda scorer: scorer["scorer"],
+)
+def test_the_real_scorers_agree_with_alto_eval_and_leave_the_base_as_it_was(
+    task: alto.Task, scorer: dict[str, Any]
+) -> None:
+    result = tune(task.replace(select_by={**scorer, "max_new_tokens": 16, "num_rows": 12}))
     assert [score.num_questions for score in result.finalists] == [12, 12, 12]
     assert all(len(score.rows) == 12 and set(score.rows) <= {0.0, 1.0} for score in result.finalists)
     assert result.scorer_failure == ""
-    if scorer == "exact_match":
-        jobs = [score.job for score in result.finalists]
-        options = {"metric": "exact_match", "max_new_tokens": 16, "limit": 12}
-        done = alto.Engine().evaluate(result.run_dir, jobs=jobs, **options)
-        assert [one.evaluation.num_correct for one in done.adapters] == [
-            score.num_correct for score in result.finalists
-        ]
+    jobs = [score.job for score in result.finalists]
+    done = alto.Engine().evaluate(result.run_dir, jobs=jobs, metric=scorer, max_new_tokens=16, limit=12)
+    assert [one.evaluation.num_correct for one in done.adapters] == [score.num_correct for score in result.finalists]
+    assert [one.evaluation.score for one in done.adapters] == [score.score for score in result.finalists]
+    assert {one.evaluation.scorer for one in done.adapters} == {scorer["scorer"]}
 
 
 def test_a_real_function_gets_what_the_jobs_wrote(task: alto.Task) -> None:
@@ -190,7 +201,7 @@ def test_a_failure_of_one_adapter_is_one_of_all(task: alto.Task, monkeypatch: py
     """Scores of some finalists only would choose among these."""
 
     class Third:
-        def __init__(self) -> None:
+        def __init__(self, _: alto.spec.Scoring) -> None:
             self.calls = 0
 
         def __call__(self, answers: Sequence[Answer], on_turn: OnTurn) -> list[float]:
@@ -199,7 +210,7 @@ def test_a_failure_of_one_adapter_is_one_of_all(task: alto.Task, monkeypatch: py
                 raise ScorerFailedError("the third fails")
             return [float(self.calls)] * len(answers)
 
-    monkeypatch.setattr(finalists, "ExactMatch", Third)
+    monkeypatch.setattr(finalists, "scorer_of", Third)
     result = tune(task.replace(select_by={"scorer": "exact_match", "max_new_tokens": 4}))
     assert (result.best_job, result.finalists, result.scorer_failure) == (by_loss(result)[0], (), "the third fails")
 

@@ -7,9 +7,10 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
+import yaml
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -50,10 +51,11 @@ def evaluate(
         str | None, typer.Option("--dataset", help="File or name of the rows; of a run by default its held-out rows.")
     ] = None,
     metric: Annotated[
-        Metric,
+        str,
         typer.Option(
             "--metric",
-            help="Held-out loss, exact match of answers after ####, preference on pairs, or what the rows allow.",
+            help="auto (what rows and run allow), loss, preference, or a scorer of answers: exact, contains, numeric, "
+            "exact_match, tool_call, multiple_choice, '{scorer: json, keys: [total]}', '{scorer: regex, pattern: …}'.",
         ),
     ] = "auto",
     batch_size: Annotated[int, typer.Option("--batch-size", help="Answers generated at a time, of all adapters.")] = 64,
@@ -75,6 +77,7 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON and nothing else.")] = False,
 ) -> None:
     """Measure adapters on rows they were not trained on; the numbers go to the metrics.json of each."""
+    what = _metric(metric)
     if save_predictions is not None:
         _check_file(save_predictions)
     adapters = targets or [run_to_evaluate()]
@@ -88,7 +91,7 @@ def evaluate(
             all_jobs=all_jobs,
             dataset=dataset,
             base=base,
-            metric=metric,
+            metric=what,
             batch_size=batch_size,
             max_new_tokens=max_new_tokens,
             limit=limit,
@@ -113,6 +116,21 @@ def evaluate(
     else:
         where = f"in metrics.json beside each of the {len(result.adapters)} adapters"
     console.print(f"metrics: {where}", soft_wrap=True, highlight=False, markup=False)
+
+
+def _metric(text: str) -> Any:
+    """A word, or the settings of a scorer, which YAML writes between braces."""
+    if text in get_args(Metric):
+        return text
+    with contextlib.suppress(yaml.YAMLError):
+        found = yaml.safe_load(text)
+        if isinstance(found, dict):
+            return found
+    raise typer.BadParameter(
+        f"expected {', '.join(get_args(Metric))}, or settings such as '{{scorer: json, keys: [total]}}', found "
+        f"{text!r}; correct it",
+        param_hint="--metric",
+    )
 
 
 def _check_file(path: Path) -> None:
@@ -159,10 +177,11 @@ def _write(path: Path, predictions: Sequence[Prediction]) -> None:
 
 
 def _score(prediction: Prediction) -> dict[str, Any]:
-    """What exact match found; nothing where it was not measured."""
-    if prediction.correct is None:
+    """What a scorer found; nothing where none was named."""
+    if prediction.score is None:
         return {}
-    return {"extracted": prediction.extracted, "score": float(prediction.correct)}
+    extracted = {} if prediction.correct is None else {"extracted": prediction.extracted}
+    return {**extracted, "score": prediction.score}
 
 
 def _table(result: EvaluationResult) -> Table:
@@ -172,8 +191,9 @@ def _table(result: EvaluationResult) -> Table:
     columns = [(title, show) for title, show in _COLUMNS if any(show(found) for _, found in evaluations)]
     table = Table()
     table.add_column("weights")
+    scorer = (evaluations[0][1].scorer or "").replace("_", " ")
     for title, _ in columns:
-        table.add_column(title, justify="right")
+        table.add_column(scorer if title == "score" else title, justify="right")
     for name, found in evaluations:
         # Text, not markup: a file's name may hold brackets.
         table.add_row(Text(name), *(show(found) or "–" for _, show in columns))
@@ -184,10 +204,12 @@ def _show_loss(found: Evaluation) -> str:
     return "" if found.loss is None else f"{found.loss:.4f}"
 
 
-def _show_match(found: Evaluation) -> str:
-    if found.exact_match is None:
+def _show_score(found: Evaluation) -> str:
+    if found.score is None:
         return ""
-    return f"{found.exact_match:.1%} ({found.num_correct} of {found.num_rows})"
+    if found.num_correct is None:
+        return f"{found.score:.4g}"
+    return f"{found.score:.1%} ({found.num_correct} of {found.num_rows})"
 
 
 def _show_accuracy(found: Evaluation) -> str:
@@ -200,7 +222,7 @@ def _show_margin(found: Evaluation) -> str:
 
 _COLUMNS: tuple[tuple[str, Callable[[Evaluation], str]], ...] = (
     ("loss", _show_loss),
-    ("exact match", _show_match),
+    ("score", _show_score),
     ("reward accuracy", _show_accuracy),
     ("reward margin", _show_margin),
 )

@@ -18,6 +18,7 @@ from alto.data.conversation import (
     LabelledText,
     Message,
     Pair,
+    Row,
 )
 from alto.data.conversations import encode_dataset
 from alto.data.dataset import IGNORED, EncodedDataset, Span, Unread, digest_of, running_digests
@@ -30,10 +31,12 @@ from alto.data.reading import HeldoutRows, read_heldout_rows
 from alto.data.split import DataOrder, sample_rows, split_rows
 from alto.data.task_data import EvaluationSplit, TaskData
 from alto.data.task_rows import ReadRows, TaskRows, encode_rows
+from alto.data.template import ChatTemplate
 
 __all__ = [
     "IGNORED",
     "BatchTotals",
+    "ChatTemplate",
     "Conversation",
     "ConversationWithTools",
     "DataOrder",
@@ -49,6 +52,7 @@ __all__ = [
     "Pair",
     "PassSize",
     "ReadRows",
+    "Row",
     "Span",
     "TaskData",
     "TaskRows",

@@ -18,13 +18,13 @@ _NORMAL = statistics.NormalDist().inv_cdf(0.975)
 EVAL_ACCURACY = "eval_accuracy"
 """The choice by the number of right answers alone, without noise."""
 
-_COUNTED = (EVAL_ACCURACY, "exact_match", "multiple_choice")
-"""Scorers that find an answer right (1) or wrong (0)."""
+_GRADED = ("python", "http")
+"""Scorers that give any number; the others find an answer right (1) or wrong (0)."""
 
 
 def scores_of(judgement: Judgement) -> tuple[FinalistScore, ...]:
     """Of every job of ``judgement``, in its order, the mean score and its interval; empty where the scorer failed."""
-    is_counted = judgement.scorer in _COUNTED
+    is_counted = judgement.scorer not in _GRADED
     return tuple(
         FinalistScore(
             job=job,

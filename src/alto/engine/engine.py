@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -250,7 +250,7 @@ class Engine:
         all_jobs: bool = False,
         dataset: str | None = None,
         base: str | None = None,
-        metric: Metric = "auto",
+        metric: Metric | Mapping[str, Any] | Callable[..., float] = "auto",
         batch_size: int = 64,
         max_new_tokens: int = 512,
         limit: int | None = None,

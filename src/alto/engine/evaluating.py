@@ -52,6 +52,7 @@ def evaluate_adapters(
         device=device,
         max_tokens_per_pass=task.max_tokens_per_pass or USUAL_TOKENS_PER_PASS[device.type],
         max_length=rows.max_length if target.run_dirs else None,
+        scoring=task.scoring,
         on_progress=on_progress,
     )
     baseline_found = [] if result.baseline is None else [result.baseline]

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
 from alto.data import Conversation
-from alto.errors import DataError
 
-__all__ = ["final_answer", "has_final_answers", "reference_answers", "reply_position"]
+__all__ = ["final_answer", "final_number", "reply_position"]
 
 _MARK = "####"
 _NUMBER = re.compile(r"-?(\d+(\.\d+)?|\.\d+)")
@@ -29,40 +27,13 @@ def final_answer(text: str) -> str | None:
     return _THOUSANDS_COMMA.sub("", answer) or None
 
 
+def final_number(text: str) -> str | None:
+    """The final answer of ``text`` where it is a number, as it is written: ``18.0`` is not ``18``."""
+    answer = final_answer(text)
+    return answer if answer is not None and _NUMBER.fullmatch(answer) else None
+
+
 def reply_position(conversation: Conversation) -> int | None:
     """The index of the last trained reply, which is the reference. None where a row is plain text."""
     replies = [at for at, message in enumerate(conversation) if message.role == "assistant" and message.is_trained]
     return replies[-1] if replies else None
-
-
-def has_final_answers(conversations: Sequence[Conversation]) -> bool:
-    """Whether every row's reference ends in a number after ``####``."""
-    return all(_number(conversation) is not None for conversation in conversations)
-
-
-def reference_answers(conversations: Sequence[Conversation]) -> list[str]:
-    """The final answer of every row's reference.
-
-    Raises:
-        DataError: A reference has none.
-    """
-    answers = []
-    for number, conversation in enumerate(conversations, start=1):
-        answer = _number(conversation)
-        if answer is None:
-            raise DataError(
-                f"expected every reference to end in a line '{_MARK} N', found none in row {number} of "
-                f"{len(conversations)} ({_reference(conversation)[-60:]!r}); name other rows with --dataset"
-            )
-        answers.append(answer)
-    return answers
-
-
-def _reference(conversation: Conversation) -> str:
-    position = reply_position(conversation)
-    return "" if position is None else conversation[position].content
-
-
-def _number(conversation: Conversation) -> str | None:
-    answer = final_answer(_reference(conversation))
-    return answer if answer is not None and _NUMBER.fullmatch(answer) else None

@@ -12,12 +12,10 @@ from alto.backbone import Backbone, is_out_of_memory, release_memory
 from alto.data import Conversation, LabelledText, Pair
 from alto.errors import DataError, DeviceMemoryError
 from alto.evaluation.adapter import loaded_adapters
-from alto.evaluation.answers import has_final_answers, reply_position
 from alto.evaluation.choices import Choices, options_of
 from alto.evaluation.guarded import Guard, failure_text
-from alto.evaluation.http_scorer import HttpScorer
-from alto.evaluation.python_scorer import PythonScorer
-from alto.evaluation.scorers import ExactMatch, OnTurn, Scorer, ScorerFailedError
+from alto.evaluation.scorers import OnTurn, ScorerFailedError
+from alto.evaluation.scoring import check_references, needed_of, scorable, scorer_of
 from alto.evaluation.written import WrittenAnswers
 from alto.lora import ServedAdapters, read_saved_adapter
 from alto.records import Judgement
@@ -68,9 +66,9 @@ class FinalistJudge:
         try:
             self._answers = _answers(used, scoring, backbone)
         except DataError as error:
-            which = "that end in '#### N'" if scoring.scorer == "exact_match" else "with a reply"
             raise DataError(
-                f"select_by {self._name}: of the validation rows {which}, {error}; or remove select_by"
+                f"select_by {self._name}: of the validation rows whose replies {needed_of(scoring)}, {error}; or "
+                "remove select_by"
             ) from error
         self._num_rows = len(used)
         self._backbone = backbone
@@ -123,34 +121,17 @@ class FinalistJudge:
 
 def _usable(rows: Sequence[Conversation | Pair | LabelledText], scoring: Scoring, name: str) -> list[Conversation]:
     """The rows that the scorer can use."""
-    replied = [row for row in rows if not isinstance(row, Pair | LabelledText) and _has_plain_reply(row)]
-    used, what, remedy = replied, "are text after a prompt", "prompts and replies"
-    if scoring.scorer == "exact_match":
-        used, what, remedy = replied, "end in a line '#### N'", "final answers"
-        used = [row for row in used if has_final_answers([row])]
+    used = scorable(rows, scoring)
     if not used:
         raise DataError(
-            f"select_by {name}: expected validation rows whose replies {what}, found none of {len(rows)}; add "
-            f"{remedy}, or remove select_by"
+            f"select_by {name}: expected validation rows whose replies {needed_of(scoring)}, found none of "
+            f"{len(rows)}; add such rows, or remove select_by"
         )
     return used
-
-
-def _has_plain_reply(row: Conversation) -> bool:
-    position = reply_position(row)
-    return position is not None and bool(row[position].content.strip())
 
 
 def _answers(rows: Sequence[Conversation], scoring: Scoring, backbone: Backbone) -> _Answers:
     if scoring.scorer == "multiple_choice":
         return Choices(rows, options_of(rows), backbone)
-    return WrittenAnswers(rows, backbone, _scorer(scoring), max_new_tokens=scoring.max_new_tokens)
-
-
-def _scorer(scoring: Scoring) -> Scorer:
-    if scoring.scorer == "python":
-        assert scoring.function is not None
-        return PythonScorer(scoring.function, scoring.timeout_s)
-    if scoring.scorer == "http":
-        return HttpScorer(scoring)
-    return ExactMatch()
+    check_references(rows, scoring, backbone.tokenizer)
+    return WrittenAnswers(rows, backbone, scorer_of(scoring), max_new_tokens=scoring.max_new_tokens)

@@ -6,28 +6,36 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from statistics import fmean
 from typing import Any
 
 import torch
 
 from alto.backbone import Backbone, is_out_of_memory, limits_of, load_backbone, load_tokenizer
-from alto.data import Conversation, EncodedDataset, HeldoutRows, LabelledText, Pair, encode_rows
-from alto.errors import DataError, DeviceMemoryError, SpecError
+from alto.data import Conversation, EncodedDataset, HeldoutRows, LabelledText, Pair, Row, encode_rows
+from alto.errors import DataError, DeviceMemoryError, NoResultError, SpecError
 from alto.evaluation.adapter import loaded_adapters
-from alto.evaluation.answers import has_final_answers
-from alto.evaluation.exact_match import Question, judge_texts, make_questions, open_questions
+from alto.evaluation.choices import Choices, options_of
 from alto.evaluation.generate import check_prompts, complete, max_positions
 from alto.evaluation.loss import heldout_losses, reply_log_probs
+from alto.evaluation.matching import matching_of
+from alto.evaluation.predictions import predictions_of
+from alto.evaluation.prompts import Prompt, prompts_of
+from alto.evaluation.scorers import ScorerFailedError
+from alto.evaluation.scoring import check_references, needed_of, scorable, scorer_of
 from alto.evaluation.settings import EvaluationSettings
 from alto.evaluation.target import BASE
 from alto.evaluation.vllm import complete_with_vllm
 from alto.lora import SavedAdapter, ServedAdapters
 from alto.objectives.pairs import preference_metrics
-from alto.records import AdapterEvaluation, Evaluation, EvaluationResult, Metric
-from alto.spec import BaseModelSpec
+from alto.records import AdapterEvaluation, Evaluation, EvaluationResult
+from alto.spec import BaseModelSpec, Scoring
 from alto.spec.base_model import LOAD_IN_4BIT, quantisation_keys
 
 __all__ = ["OnProgress", "measure"]
+
+_DECIDING = ("scorer", "keys", "pattern", "tolerance", "ignore_case", "function")
+"""Settings of a scorer that decide its scores."""
 
 OnProgress = Callable[[str, int, int], None]
 """Called with the name of the measurement, its finished rows and all its rows; a row counts once per adapter."""
@@ -42,6 +50,7 @@ def measure(
     device: torch.device | str = "cpu",
     max_tokens_per_pass: int,
     max_length: int | None = None,
+    scoring: Scoring | None = None,
     on_progress: OnProgress | None = None,
 ) -> EvaluationResult:
     """Measure ``adapters`` on ``base``; writes nothing.
@@ -54,13 +63,14 @@ def measure(
         device: Where it is loaded.
         max_tokens_per_pass: Tokens of one forward pass of the loss.
         max_length: Tokens at which a row is cut for the loss; None cuts at the model's last position.
+        scoring: Scores the answers where the metric is ``auto`` and all rows can be scored so.
         on_progress: Called with the name of the measurement, its finished rows and all its rows.
 
     Raises:
         DataError: There are no rows, or they do not carry what the metric needs.
         SpecError: The settings ask for a metric that such rows do not have.
         ModelError: The base model cannot be used, or an adapter does not fit it.
-        NoResultError: A loss is not finite.
+        NoResultError: A loss is not finite, or the scorer gives no scores.
         DeviceMemoryError: There is not enough memory.
         UnsupportedError: ``backend`` is vLLM, and vLLM cannot serve the model or an adapter.
     """
@@ -68,15 +78,26 @@ def measure(
     conversations = [row for row in chosen if not isinstance(row, Pair | LabelledText)]
     if not chosen:
         raise DataError(f"dataset: expected at least one row to measure on, found none in {rows.name}; name other rows")
-    metrics = _metrics(conversations, rows.name, settings)
+    measured, scoring = _wanted(conversations, rows.name, settings, scoring)
     tokenizer = load_tokenizer(base)
-    questions = _questions(chosen, conversations, metrics, settings, tokenizer)  # before the model is loaded
+    is_generated = scoring is not None and scoring.scorer != "multiple_choice"
+    if scoring is not None:
+        _check_scorable(conversations, scoring, tokenizer)
+    scorer = scorer_of(scoring) if scoring is not None and is_generated else None
+    prompts = _prompts(chosen, scorer is not None, settings, tokenizer)  # before the model is loaded
     bench = _Bench(adapters, base, device, settings, on_progress)
     if settings.backend == "vllm":
-        found = _Found(texts=bench.texts_of_vllm(questions, tokenizer))
+        found = _Found(texts=bench.texts_of_vllm(prompts, tokenizer))
     else:
         try:
-            found = bench.measure(replace(rows, rows=chosen), metrics, questions, max_tokens_per_pass, max_length)
+            found = bench.measure(
+                replace(rows, rows=chosen),
+                measured,
+                prompts,
+                None if is_generated else scoring,
+                max_tokens_per_pass,
+                max_length,
+            )
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -85,21 +106,29 @@ def measure(
                 f"less; name fewer adapters at a time, or load the base with {LOAD_IN_4BIT} in the run's task.yaml"
             ) from error
 
-    judged = {
-        name: judge_texts(questions, texts, tokenizer, weights=name)
-        for name, texts in zip(bench.names_of_texts, found.texts, strict=bool(found.texts))
-    }
-    is_judged = "exact_match" in metrics
+    try:
+        judged = {
+            name: predictions_of(prompts, texts, tokenizer, weights=name, scorer=scorer)
+            for name, texts in zip(bench.names_of_texts, found.texts, strict=bool(found.texts))
+        }
+    except ScorerFailedError as error:
+        raise NoResultError(f"metric: expected scores of all answers, found none: {error}") from error
     evaluations = {}
     for slot, name in enumerate(bench.names):
-        num_correct = sum(prediction.correct is True for prediction in judged[name]) if is_judged else None
+        scores: Sequence[float] = ()
+        if scoring is not None:
+            of_texts = [one.score for one in judged.get(name, ()) if one.score is not None]
+            scores = of_texts if is_generated else found.choices[slot]
+        score = fmean(scores) if scores else None
         accuracy, margin = found.preferences[slot] if found.preferences else (None, None)
         evaluations[name] = Evaluation(
             dataset=rows.name,
             num_rows=found.num_pairs or len(chosen),
             loss=found.losses[slot] if found.losses else None,
-            exact_match=None if num_correct is None else num_correct / len(questions),
-            num_correct=num_correct,
+            exact_match=score if scoring is not None and scoring.scorer == "exact_match" else None,
+            num_correct=None if scoring is None or scoring.reaches_outside else round(sum(scores)),
+            scorer=None if scoring is None else scoring.scorer,
+            score=score,
             reward_accuracy=accuracy,
             reward_margin=margin,
             settings={
@@ -108,9 +137,10 @@ def measure(
                 "dtype": found.dtype or base.dtype,
                 "limit": settings.limit,
                 "max_length": found.max_length,
-                "max_new_tokens": settings.max_new_tokens if is_judged else None,
-                # The default backend is left out, as earlier versions do.
-                **({"backend": settings.backend} if is_judged and settings.backend != "alto" else {}),
+                "max_new_tokens": settings.max_new_tokens if is_generated else None,
+                # The default backend and scorer are left out, as earlier versions do.
+                **({"backend": settings.backend} if is_generated and settings.backend != "alto" else {}),
+                **_shown(scoring),
                 **{key: True for key, is_asked in quantisation_keys(base.quantisation).items() if is_asked},
             },
             date=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -130,13 +160,15 @@ class _Found:
     """The measurements of every slot; one that was not made is empty, or None.
 
     Attributes:
-        texts: Token ids of the answer to every question.
+        texts: Token ids of the answer to every prompt.
+        choices: Score of every row by multiple choice.
         preferences: Reward accuracy and margin.
         num_pairs: How many they are means of.
     """
 
     losses: Sequence[float] = ()
     texts: Sequence[Sequence[Sequence[int]]] = ()
+    choices: Sequence[Sequence[float]] = ()
     preferences: Sequence[tuple[float, float]] = ()
     num_pairs: int | None = None
     max_length: int | None = None
@@ -173,29 +205,29 @@ class _Bench:
     def measure(
         self,
         rows: HeldoutRows,
-        metrics: Sequence[Metric],
-        questions: Sequence[Question],
+        measured: Sequence[str],
+        prompts: Sequence[Prompt],
+        choosing: Scoring | None,
         max_tokens_per_pass: int,
         max_length: int | None,
     ) -> _Found:
-        """``metrics`` of all adapters, and their answers to ``questions``, by ALTO itself."""
+        """What is ``measured`` of all adapters, their answers to ``prompts``, and their choices, by ALTO itself."""
         backbone = load_backbone(self._base, device=self._device)
         limit = max_positions(backbone)
         try:
-            check_prompts([question.prompt_ids for question in questions], limit)
+            check_prompts([prompt.ids for prompt in prompts], limit)
         except DataError as error:
-            what = "exact_match" if "exact_match" in metrics else "predictions"
-            raise DataError(f"{what}: {error}") from error
+            raise DataError(f"answers: {error}") from error
         limits = limits_of(backbone.model.config)
         max_length = min(max_length or limit or sys.maxsize, limits.max_positions or sys.maxsize)
         dataset = None
-        if "loss" in metrics or "preference" in metrics:
+        if "loss" in measured or "preference" in measured:
             dataset = encode_rows(
                 rows.rows, backbone.tokenizer, max_length, "held-out", limits=limits, train_on=rows.train_on
             )
         losses: Sequence[float] = ()
         preferences: Sequence[tuple[float, float]] = ()
-        if dataset is not None and "loss" in metrics:
+        if dataset is not None and "loss" in measured:
             with loaded_adapters(backbone, self._slots(self.names), self._base.id) as served:
                 losses = heldout_losses(
                     backbone,
@@ -205,38 +237,46 @@ class _Bench:
                     max_tokens_per_pass=max_tokens_per_pass,
                     on_done=self._counter("loss", len(dataset) * len(served)),
                 )
-        if dataset is not None and "preference" in metrics:
+        if dataset is not None and "preference" in measured:
             # Rewards are log-ratios to the base model, which has the slot after the adapters.
             with loaded_adapters(backbone, self._slots([*self.names, BASE]), self._base.id) as served:
                 preferences = self._preferences(backbone, served, dataset, max_tokens_per_pass)
         return _Found(
             losses=losses,
-            texts=self._texts(backbone, questions) if questions else (),
+            texts=self._texts(backbone, prompts) if prompts else (),
+            choices=() if choosing is None else self._choices(backbone, rows.rows),
             preferences=preferences,
             num_pairs=len(dataset) if dataset is not None and preferences else None,
             max_length=max_length if dataset is not None and max_length < sys.maxsize else None,
             dtype=str(backbone.dtype).removeprefix("torch."),
         )
 
-    def _texts(self, backbone: Backbone, questions: Sequence[Question]) -> list[list[list[int]]]:
-        """Of all that generate, the answer to every question."""
+    def _choices(self, backbone: Backbone, rows: Sequence[Row]) -> list[Sequence[float]]:
+        """Of all that are measured, the score of every row by multiple choice."""
+        conversations = [row for row in rows if not isinstance(row, Pair | LabelledText)]
+        choices = Choices(conversations, options_of(conversations), backbone)
+        with loaded_adapters(backbone, self._slots(self.names), self._base.id) as served:
+            return list(choices.scores(served, self.names, lambda: None))
+
+    def _texts(self, backbone: Backbone, prompts: Sequence[Prompt]) -> list[list[list[int]]]:
+        """Of all that generate, the answer to every prompt."""
         with loaded_adapters(backbone, self._slots(self.names_of_texts), self._base.id) as served:
             return complete(
                 backbone,
                 served,
-                [question.prompt_ids for question in questions],
+                [prompt.ids for prompt in prompts],
                 max_new_tokens=self._settings.max_new_tokens,
                 batch_size=self._settings.batch_size,
-                on_done=self._counter("answers", len(questions) * len(served)),
+                on_done=self._counter("answers", len(prompts) * len(served)),
             )
 
-    def texts_of_vllm(self, questions: Sequence[Question], tokenizer: Any) -> list[list[list[int]]]:
+    def texts_of_vllm(self, prompts: Sequence[Prompt], tokenizer: Any) -> list[list[list[int]]]:
         """The same by vLLM."""
         ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         return complete_with_vllm(
             self._base,
             self._slots(self.names_of_texts),
-            [question.prompt_ids for question in questions],
+            [prompt.ids for prompt in prompts],
             ends=ends,
             max_new_tokens=self._settings.max_new_tokens,
         )
@@ -268,30 +308,49 @@ class _Bench:
         return count
 
 
-def _questions(
-    chosen: Sequence[Conversation | Pair | LabelledText],
-    conversations: Sequence[Conversation],
-    metrics: Sequence[Metric],
-    settings: EvaluationSettings,
-    tokenizer: Any,
-) -> list[Question]:
-    """What is generated for: the rows whose final answers are compared, or all where predictions are asked for."""
-    if "exact_match" in metrics:
-        try:
-            return make_questions(conversations, tokenizer)
-        except DataError as error:
-            raise DataError(f"exact_match: {error}; or measure the loss with --metric loss") from error
-    if not settings.predictions:
+def _check_scorable(conversations: Sequence[Conversation], scoring: Scoring, tokenizer: Any) -> None:
+    """Check that every row can be scored.
+
+    Raises:
+        DataError: One cannot.
+    """
+    for number, row in enumerate(conversations, start=1):
+        if not scorable([row], scoring):
+            raise DataError(
+                f"{scoring.scorer}: expected rows whose replies {needed_of(scoring)}, found none in row {number} of "
+                f"{len(conversations)}; name other rows with --dataset, or measure the loss with --metric loss"
+            )
+    try:
+        check_references(conversations, scoring, tokenizer)
+    except DataError as error:
+        raise DataError(f"{scoring.scorer}: {error}") from error
+
+
+def _prompts(chosen: Sequence[Row], is_scored: bool, settings: EvaluationSettings, tokenizer: Any) -> list[Prompt]:
+    """What is generated for: all rows where answers are scored or predictions are asked for."""
+    if not is_scored and not settings.predictions:
         return []
     try:
-        return open_questions(chosen, tokenizer)
+        return prompts_of(chosen, tokenizer)
     except DataError as error:
-        raise DataError(f"predictions: {error}; or save no predictions") from error
+        otherwise = "measure the loss with --metric loss" if is_scored else "save no predictions"
+        raise DataError(f"{'answers' if is_scored else 'predictions'}: {error}; or {otherwise}") from error
 
 
-def _metrics(conversations: Sequence[Conversation], name: str, settings: EvaluationSettings) -> tuple[Metric, ...]:
-    """The metrics to measure; ``conversations`` are the rows that are not pairs: none or all."""
-    wanted = settings.metric
+def _shown(scoring: Scoring | None) -> dict[str, Any]:
+    """What the settings of an evaluation say of its scorer: no address, which may hold a key."""
+    if scoring is None or scoring == Scoring(scorer="exact_match"):
+        return {}
+    facts = {key: value for key, value in scoring.to_dict().items() if key in _DECIDING}
+    return {"scoring": {**facts, **({"url": scoring.address} if scoring.url else {})}}
+
+
+def _wanted(
+    conversations: Sequence[Conversation], name: str, settings: EvaluationSettings, preferred: Scoring | None
+) -> tuple[tuple[str, ...], Scoring | None]:
+    """What is measured without generation, and what scores answers; ``conversations`` are the rows that are not pairs:
+    none or all."""
+    wanted = settings.metric if settings.scoring is None else settings.scoring.scorer
     if not conversations:
         if wanted not in ("auto", "preference") or settings.backend == "vllm":
             raise DataError(
@@ -303,14 +362,18 @@ def _metrics(conversations: Sequence[Conversation], name: str, settings: Evaluat
                 "baseline: expected none with the metric preference, which measures against the base model as it is; "
                 "leave it out"
             )
-        return ("preference",)
+        return ("preference",), None
     if wanted == "preference":
         raise DataError(
             f"dataset: expected preference pairs (columns prompt, chosen and rejected), found rows with one reply in "
             f"{name}; measure the loss, or name other rows with --dataset"
         )
-    if wanted != "auto":
-        return (wanted,)
+    if settings.scoring is not None:
+        return (), settings.scoring
+    if wanted == "loss":
+        return ("loss",), None
+    exact_match = Scoring(scorer="exact_match")
+    scoring = exact_match if preferred is None or matching_of(preferred) is None else preferred
     if settings.backend == "vllm":
-        return ("exact_match",)
-    return ("loss", "exact_match") if has_final_answers(conversations) else ("loss",)
+        return (), scoring
+    return ("loss",), scoring if len(scorable(conversations, scoring)) == len(conversations) else None

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from alto.data import Conversation, LabelledText, Pair, encode_prompt
+from alto.data import Conversation, LabelledText, Message, Pair, encode_prompt
 from alto.errors import DataError
 
-__all__ = ["Prompt", "prompt_of", "prompts_of"]
+__all__ = ["Prompt", "prompt_of", "prompts_of", "reply_text"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,16 +19,26 @@ class Prompt:
 
     Attributes:
         ids: Token ids up to the reply.
-        reference: Text of the reply.
+        reference: Text of the reply, and its calls of tools (see :func:`reply_text`).
     """
 
     ids: tuple[int, ...]
     reference: str
 
 
+def reply_text(reply: Message) -> str:
+    """The text of a reply; its calls of tools follow, each in a line of JSON with ``name`` and ``arguments``."""
+    calls = [call["function"] for call in reply.other_keys().get("tool_calls", ())]
+    lines = [
+        json.dumps({"name": call["name"], "arguments": call["arguments"]}, ensure_ascii=False, default=str)
+        for call in calls
+    ]
+    return "\n".join([*([reply.content] if reply.content.strip() else []), *lines])
+
+
 def prompt_of(row: Conversation | Pair | LabelledText, tokenizer: Any) -> Prompt | None:
     """Everything before the last reply of ``row``, as the model sees it when it generates that reply; of a pair before
-    the chosen one. None where a row is plain text, or a text with a label, or where the reply has no text.
+    the chosen one. None where a row is plain text, or a text with a label, or where the reply has no text and no call.
 
     Raises:
         DataError: There is nothing before the reply, or the chat template refuses the turns.
@@ -36,9 +47,12 @@ def prompt_of(row: Conversation | Pair | LabelledText, tokenizer: Any) -> Prompt
         return None
     turns = row.chosen if isinstance(row, Pair) else row
     position = max((at for at, turn in enumerate(turns) if turn.is_trained), default=None)
-    if position is None or not turns[position].content.strip() or (position == 0 and turns[0].role == "text"):
+    if position is None or (position == 0 and turns[0].role == "text"):
         return None
-    return Prompt(ids=tuple(encode_prompt(turns[:position], tokenizer)), reference=turns[position].content)
+    reference = reply_text(turns[position])
+    if not reference:
+        return None
+    return Prompt(ids=tuple(encode_prompt(turns[:position], tokenizer)), reference=reference)
 
 
 def prompts_of(rows: Iterable[Conversation | Pair | LabelledText], tokenizer: Any) -> list[Prompt]:

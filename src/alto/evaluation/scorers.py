@@ -1,4 +1,4 @@
-"""Scorers of generated answers: exact match here, a Python function and an HTTP server in modules of their own."""
+"""The interface of scorers of generated answers."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from alto.evaluation.answers import final_answer
-
-__all__ = ["Answer", "ExactMatch", "OnTurn", "Scorer", "ScorerFailedError"]
+__all__ = ["Answer", "OnTurn", "Scorer", "ScorerFailedError"]
 
 OnTurn = Callable[[], None]
 """Called regularly; what it raises ends the scoring."""
@@ -47,10 +45,3 @@ class Scorer(Protocol):
             ScorerFailedError: There are no such scores.
         """
         ...
-
-
-class ExactMatch:
-    """1 where the answer ends in the reference's final answer after ``####``, else 0."""
-
-    def __call__(self, answers: Sequence[Answer], on_turn: OnTurn) -> list[float]:
-        return [float(final_answer(one.answer) == final_answer(one.reference)) for one in answers]

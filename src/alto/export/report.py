@@ -84,7 +84,7 @@ def render_report(history: RunHistory, run_dir: Path, evaluations: list[dict[str
         evaluations: What ``alto eval`` found, as it is written in the metrics of adapters; ``adapter`` says of which.
         hours: What the run took, and its price.
     """
-    numbers = ("loss", "exact_match", "reward_accuracy", "reward_margin")
+    numbers = ("loss", "score", "exact_match", "reward_accuracy", "reward_margin")
     measured = [name for name in numbers if any(found.get(name) is not None for found in evaluations)]
     context = _context(history, run_dir)
     return render_page("report.html.jinja", **context, evaluations=evaluations, measured=measured, hours=hours)

@@ -19,6 +19,7 @@ from alto.records.evaluation import (
     GenerationBackend,
     Metric,
     Prediction,
+    ScorerName,
 )
 from alto.records.exports import ExportForm, ExportResult, ForeignTool, GgufType
 from alto.records.jobs import (
@@ -94,6 +95,7 @@ __all__ = [
     "Sample",
     "Samples",
     "Schedule",
+    "ScorerName",
     "Segments",
     "Sharing",
     "SimulationOutcome",

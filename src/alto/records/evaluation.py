@@ -4,13 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
-__all__ = ["AdapterEvaluation", "Evaluation", "EvaluationResult", "GenerationBackend", "Metric", "Prediction"]
+__all__ = [
+    "AdapterEvaluation",
+    "Evaluation",
+    "EvaluationResult",
+    "GenerationBackend",
+    "Metric",
+    "Prediction",
+    "ScorerName",
+]
 
-Metric = Literal["auto", "loss", "exact_match", "preference"]
+ScorerName: TypeAlias = Literal[
+    "exact",
+    "contains",
+    "regex",
+    "json",
+    "tool_call",
+    "numeric",
+    "exact_match",
+    "multiple_choice",
+    "python",
+    "http",
+]
+"""The scorers of answers."""
+
+Metric: TypeAlias = Literal["auto", "loss", "preference", ScorerName]
 """The metric of an evaluation; ``auto`` is chosen by the rows."""
-
 
 GenerationBackend = Literal["alto", "vllm"]
 """What generates the answers that are judged."""
@@ -24,10 +45,12 @@ class Evaluation:
         dataset: The rows, as the user or the task names them.
         num_rows: How many of them were used.
         loss: Nats per trained token.
-        exact_match: Share of the rows, in [0, 1], whose final answer was right.
-        num_correct: How many rows that is.
+        exact_match: Share of the rows, in [0, 1], whose final answer was right: ``score`` of that scorer.
+        num_correct: How many answers were right; None of scorers that give any number.
         reward_accuracy: Share of the pairs, in [0, 1], whose chosen reply has the larger log-ratio to the base.
         reward_margin: Mean difference of the two log-ratios, in nats: rewards at beta 1.
+        scorer: What scored the answers.
+        score: Mean of its scores.
         settings: All else that decides the numbers: which weights, on which base, measured how.
         date: When, ISO 8601 in UTC.
     """
@@ -41,6 +64,8 @@ class Evaluation:
     date: str
     reward_accuracy: float | None = None
     reward_margin: float | None = None
+    scorer: ScorerName | None = None
+    score: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +78,9 @@ class Prediction:
         prompt: The text as the model saw it.
         reference: The row's own reply; of a pair the chosen one.
         generated: The model's answer, without the token that ended it.
-        extracted: The final answer in that, None where there is none or exact match was not measured.
-        correct: Whether it is the reference's; None where exact match was not measured.
+        extracted: What a built-in scorer reads of it; None where it finds nothing, or there is no such scorer.
+        correct: Whether that agrees with the reference; None where there is no such scorer.
+        score: Score of the answer; None where nothing scored it.
     """
 
     weights: str
@@ -64,6 +90,7 @@ class Prediction:
     generated: str
     extracted: str | None
     correct: bool | None
+    score: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from alto.spec.job_config import ALL_LINEAR, JobConfig
 from alto.spec.load import build_task, load_task, parse_override, read_run_task
 from alto.spec.objectives import PREFERENCE_METRICS, PREFERENCE_SCORES, ObjectiveEntry, ObjectiveSettings
 from alto.spec.rules import Rule
-from alto.spec.scoring import Scoring
+from alto.spec.scoring import Scoring, parse_metric
 from alto.spec.search import Budget, Search
 from alto.spec.search_space import MAX_JOBS, SearchSpace
 from alto.spec.simulation import Simulation, load_simulation
@@ -41,6 +41,7 @@ __all__ = [
     "build_task",
     "load_simulation",
     "load_task",
+    "parse_metric",
     "parse_override",
     "read_run_task",
 ]

@@ -6,35 +6,56 @@ import itertools
 import math
 import re
 from collections.abc import Mapping
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
 from alto.errors import SpecError
+from alto.records import Metric, ScorerName
 from alto.spec.functions import is_function, name_of
 from alto.spec.keys import canonical_keys
 from alto.spec.quoting import quoted
 from alto.spec.validation import SpecModel, plain
 
-__all__ = ["ScorerName", "Scoring", "parse_select_by"]
-
-ScorerName: TypeAlias = Literal["exact_match", "multiple_choice", "python", "http"]
-"""The scorers that exist."""
+__all__ = ["Scoring", "parse_metric", "parse_select_by"]
 
 _WORDS = ("metric", "eval_accuracy")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_ONLY_OF: Mapping[str, str] = {"function": "python", "url": "http", "headers_env": "http"}
+_ONLY_OF: Mapping[str, tuple[ScorerName, ...]] = {
+    "keys": ("json",),
+    "pattern": ("regex",),
+    "tolerance": ("numeric",),
+    "ignore_case": ("exact", "contains", "regex"),
+    "function": ("python",),
+    "url": ("http",),
+    "headers_env": ("http",),
+}
+_NEEDED = ("pattern", "function", "url")
+_OF_EVALUATIONS = {
+    "num_rows": "name limit instead",
+    "max_new_tokens": "name it beside the metric",
+    "at": "leave it out",
+}
 
 
 class Scoring(SpecModel):
     """How the answers of jobs to the validation rows are scored, and when.
 
     Attributes:
-        scorer: ``exact_match``: the final answer ``#### N`` of a generated text is that of the row.
+        scorer: ``exact``: a generated text is the row's reply, but for white space. ``contains``: it contains the
+            reply. ``regex``: it matches a pattern. ``json``: it has the reply's JSON value. ``tool_call``: it has the
+            reply's calls, with their names and arguments. ``numeric``: its last number is that of the reply.
+            ``exact_match``: ``numeric`` in GSM8K's form, where the number is the final answer ``#### N``.
             ``multiple_choice``: of the distinct replies of the validation rows, 26 at most, the row's own is the most
             likely; nothing is generated. ``python``: a function of yours scores each generated text. ``http``: a server
             does, for example one that asks a language model.
+        keys: Of ``json``: compare only these keys of an object; ``a.b`` is ``b`` in the object ``a``. None compares
+            the whole value.
+        pattern: Of ``regex``: a regular expression of Python, which is searched for in a generated text. Where it has a
+            group, the text that its first group finds must be the one that it finds in the row's reply.
+        tolerance: Of ``numeric``: largest difference of two numbers that count as equal.
+        ignore_case: Of ``exact``, ``contains`` and ``regex``: treat capital and small letters alike.
         function: Of ``python``: its dotted name, ``package.module:function`` or ``package.module.function``; in Python
             also the function itself, where that name leads to it. It is
             called with the keyword arguments ``prompt``, ``reference`` and ``answer``, all text, and returns a
@@ -58,6 +79,10 @@ class Scoring(SpecModel):
     """
 
     scorer: ScorerName = Field(description="what scores the answers")
+    keys: tuple[str, ...] | None = Field(default=None, description="keys of JSON objects that are compared")
+    pattern: str | None = Field(default=None, min_length=1, description="regular expression of a right answer")
+    tolerance: float = Field(default=0.0, ge=0, description="difference of numbers that count as equal")
+    ignore_case: bool = Field(default=False, description="treat capital and small letters alike")
     function: str | None = Field(default=None, min_length=1, description="dotted name of a Python function")
     url: str | None = Field(default=None, min_length=1, description="address of an HTTP scorer")
     headers_env: str | None = Field(default=None, description="environment variable with further headers")
@@ -82,6 +107,29 @@ class Scoring(SpecModel):
         if any(later <= earlier for earlier, later in itertools.pairwise(shares)):
             raise ValueError(f"should rise from rung to rung, found {quoted(at)}. Order the rungs and give each once.")
         return shares
+
+    @field_validator("keys", mode="before")
+    @classmethod
+    def _check_keys(cls, keys: object) -> object:
+        found = plain(keys)
+        is_list = isinstance(found, tuple) and bool(found) and all(isinstance(key, str) and key for key in found)
+        if keys is not None and not is_list:
+            raise ValueError(
+                f"should be a list of keys of JSON objects, found {quoted(keys)}. Write for example [total, "
+                "buyer.name]."
+            )
+        return found
+
+    @field_validator("pattern")
+    @classmethod
+    def _check_pattern(cls, pattern: str | None) -> str | None:
+        try:
+            re.compile(pattern or "")
+        except (re.error, OverflowError, RecursionError) as error:
+            raise ValueError(
+                f"should be a regular expression of Python, found {quoted(pattern)} ({error}). Correct it."
+            ) from None
+        return pattern
 
     @field_validator("function", mode="before")
     @classmethod
@@ -136,14 +184,15 @@ class Scoring(SpecModel):
 
     @model_validator(mode="after")
     def _check_fits_scorer(self) -> Scoring:
-        for key, scorer in _ONLY_OF.items():
-            if getattr(self, key) is not None and self.scorer != scorer:
+        for key, scorers in _ONLY_OF.items():
+            if getattr(self, key) != type(self).model_fields[key].default and self.scorer not in scorers:
+                expected = " or ".join(map(repr, scorers))
                 raise ValueError(
-                    f"{key}: expected it with scorer {scorer!r} only, found {self.scorer!r}. Remove it, or change the "
+                    f"{key}: expected it with scorer {expected} only, found {self.scorer!r}. Remove it, or change the "
                     "scorer."
                 )
-        for key in ("function", "url"):
-            if getattr(self, key) is None and self.scorer == _ONLY_OF[key]:
+        for key in _NEEDED:
+            if getattr(self, key) is None and self.scorer in _ONLY_OF[key]:
                 raise ValueError(f"{key} is missing: expected it with scorer {self.scorer!r}. Add the key {key!r}.")
         return self
 
@@ -177,19 +226,44 @@ def parse_select_by(value: object) -> str | Scoring:
     Raises:
         SpecError, UnknownKeyError: It is neither, or as the constructor of :class:`Scoring` does.
     """
+    if isinstance(value, str) and value in _WORDS:
+        return value
+    return _parsed(
+        value, "select_by", "select_by (what chooses the winner)", "'metric', 'eval_accuracy' or a mapping of settings"
+    )
+
+
+def parse_metric(value: object) -> str | Scoring:
+    """Parse the metric of an evaluation: a word of :data:`alto.records.Metric`, a mapping of the settings of a scorer,
+    or a function, which scores as a Python scorer.
+
+    Raises:
+        SpecError, UnknownKeyError: It is none of them, or as the constructor of :class:`Scoring` does; or a setting is
+            one that an evaluation has itself.
+    """
+    if isinstance(value, str) and value in get_args(Metric):
+        return _parsed({"scorer": value}, "metric", "", "") if value in get_args(ScorerName) else value
+    found = _parsed(value, "metric", "metric", f"one of {', '.join(get_args(Metric))}, or a mapping of settings")
+    for key, option in _OF_EVALUATIONS.items():
+        if key in found.model_fields_set:
+            raise SpecError(f"metric.{key}: expected settings of the scorer alone, found {key}; {option}")
+    return found
+
+
+def _parsed(value: object, key: str, what: str, expected: str) -> Scoring:
     if is_function(value):
         value = {"scorer": "python", "function": value}
-    if isinstance(value, Scoring) or (isinstance(value, str) and value in _WORDS):
+    if isinstance(value, Scoring):
         return value
-    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
         raise SpecError(
-            f"select_by (what chooses the winner) should be 'metric', 'eval_accuracy' or a mapping of settings, found "
-            f"{quoted(value)}. Write for example {{scorer: exact_match}}, or remove the key."
+            f"{what} should be {expected}, found {quoted(value)}. Write for example {{scorer: exact}}, or remove the "
+            "key."
         )
-    given: dict[str, Any] = canonical_keys(value, fields=Scoring.model_fields, aliases={}, where="select_by")
+    given: dict[str, Any] = canonical_keys(value, fields=Scoring.model_fields, aliases={}, where=key)
     try:
         return Scoring(**given)
     except SpecError as error:
         if type(error) is SpecError:
-            raise SpecError("\n".join(f"select_by.{line}" for line in str(error).splitlines())) from None
+            raise SpecError("\n".join(f"{key}.{line}" for line in str(error).splitlines())) from None
         raise
