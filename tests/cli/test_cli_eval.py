@@ -226,7 +226,10 @@ def test_predictions_that_could_not_be_saved_are_refused_before_they_are_made(ru
         (["run", "--backend", "vllm", "--metric", "loss"], "SpecError: backend: expected alto for the metric 'loss'"),
         (["run/best"], "SpecError: dataset: expected rows to evaluate run/best on"),
         (["run", "--dataset", "absent.jsonl"], "DataFileNotFoundError: "),
-        (["run", "--dataset", "plain.jsonl", "--metric", "exact_match"], "DataError: exact_match: expected rows whose replies end in a line '#### N', found none in row 1 of 2"),
+        (
+            ["run", "--dataset", "plain.jsonl", "--metric", "exact_match"],
+            "DataError: exact_match: expected rows whose replies end in a line '#### N', found none in row 1 of 2",
+        ),
         (["run", "--base", "absent"], "ModelNotFoundError: "),
         (["run", "--base", "alto-tiny"], "TargetModuleError: "),
         (["run", "--limit", "0"], "SpecError: limit: expected at least 1, found 0"),
