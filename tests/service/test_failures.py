@@ -36,7 +36,7 @@ def gate(tmp_path: Path) -> Path:
 def service(tmp_path: Path, gate: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     monkeypatch.setattr(storing, "BUSY_S", 0.2)
     monkeypatch.setattr(coordinating, "_RETRY_S", 0.1)
-    monkeypatch.setattr(coordinating, "PATIENCE_S", 1000.0)  # however busy the machine is
+    monkeypatch.setattr(coordinating, "LEASE_S", 1000.0)  # however busy the machine is
     root = tmp_path / "service"
     plane = simulated_plane(root, lambda: SimulatedCluster(duration_s=0.1, waits_for=gate))
     with served(root, open_plane=plane) as found:
@@ -91,7 +91,7 @@ def test_a_locked_database_is_503_and_nothing_is_lost(service: Served, gate: Pat
 def test_a_database_that_is_silent_for_long_has_executors_save(
     service: Served, gate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(coordinating, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(coordinating, "LEASE_S", 0.0)
     client = service.client()
     job = create(service, client)
     wait_for(lambda: status(client, job) == "running")

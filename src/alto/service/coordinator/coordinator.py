@@ -25,7 +25,7 @@ from alto.service.context import Service
 from alto.service.coordinator.durations import remember_duration
 from alto.service.coordinator.faults import code_of, is_of_service, is_of_storage
 from alto.service.coordinator.housekeeping import keep_house
-from alto.service.coordinator.leadership import PATIENCE_S, Leadership, LostLeadershipError
+from alto.service.coordinator.leadership import LEASE_S, Leadership, LostLeadershipError
 from alto.service.coordinator.projection import Projection
 from alto.service.coordinator.results import publish, write_result
 from alto.service.coordinator.run_folders import clear_ended_runs, make_run, settled_task, shown_error
@@ -152,7 +152,7 @@ class Coordinator:
             if self._silent_since is None:
                 self._silent_since = time.monotonic()
                 _LOG.warning("the database does not answer: %s", str(error).partition("\n")[0])
-            elif time.monotonic() - self._silent_since > PATIENCE_S:
+            elif time.monotonic() - self._silent_since > LEASE_S:
                 # Another server may lead from now on. What runs is saved before it is given up.
                 plane.drain()
                 raise
@@ -164,7 +164,7 @@ class Coordinator:
 
     def turn(self, plane: ControlPlane, pool: ThreadPoolExecutor) -> None:
         """Bring the control plane and the database together, once."""
-        self._leadership.beat()
+        self._leadership.renew()
         self._forget_delays()
         self._check_new(plane, pool)
         self._note_ends(plane)
@@ -255,7 +255,9 @@ class Coordinator:
                     return
                 row.lease += 1
                 lease = row.lease
-            run.lease(lease)
+                # Before the commit, while no other server can begin to lead: a former leader, which fails above,
+                # replaces no newer lease.
+                run.lease(lease)
             order = f"{job.id}.{lease}"
             plane.submit(
                 RunOrder(
