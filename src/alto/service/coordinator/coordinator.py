@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeAlias
 
 from sqlalchemy import select
@@ -47,6 +48,10 @@ is decided."""
 _HOUSEKEEPING_S = 60.0
 _FORECAST_S = 5.0
 _RETRY_S = 2.0
+_MOST_RETRY_S = 300.0
+"""Longest wait of a job that was put off; each is twice as long as the one before."""
+_MOST_CHECKED = 16
+"""New jobs that are checked, or wait for it, at a time."""
 
 OpenPlane: TypeAlias = Callable[[int], AbstractContextManager[ControlPlane]]
 
@@ -59,6 +64,7 @@ class _Live:
     tenant: str
     projection: Projection
     is_cancelled: bool = False
+    has_ended: bool = False
     forecast_at: float = field(default=0.0)
 
 
@@ -80,12 +86,12 @@ class Coordinator:
         self._live: dict[str, _Live] = {}
         self._checks: dict[str, Future[None]] = {}
         self._put_off: dict[str, float] = {}
-        self._delayed: set[str] = set()
+        self._num_delays: Counter[str] = Counter()
         self._silent_since: float | None = None
         self._house_at = 0.0
         self.plane: ControlPlane | None = None
         self.failure: BaseException | None = None
-        """What keeps it from leading, or from going on with a job; None while all is well."""
+        """What keeps this server from leading; None while all is well. What befalls a single job is no such thing."""
 
     def start(self) -> None:
         """Begin, on a thread of its own."""
@@ -127,7 +133,7 @@ class Coordinator:
         ):
             self.plane, self.failure = plane, None
             self._live, self._checks, self._put_off = {}, {}, {}
-            self._delayed, self._silent_since = set(), None
+            self._num_delays, self._silent_since = Counter(), None
             try:
                 self._limit_tenants(plane)
                 while not self._is_stopping.is_set():
@@ -158,9 +164,7 @@ class Coordinator:
                 raise
             self._is_stopping.wait(_RETRY_S)
         else:
-            self._silent_since = None
-            if not self._put_off:
-                self.failure = None
+            self._silent_since = self.failure = None
 
     def turn(self, plane: ControlPlane, pool: ThreadPoolExecutor) -> None:
         """Bring the control plane and the database together, once."""
@@ -196,15 +200,21 @@ class Coordinator:
             if check.done():
                 del self._checks[job]
                 check.result()
+        left = _MOST_CHECKED - len(self._checks)
+        if left <= 0:
+            return
         with self._service.store.reading() as session:
             new = list(
                 session.scalars(
-                    select(JobRow).where(JobRow.status == "validating_files").order_by(JobRow.number).limit(16)
+                    select(JobRow)
+                    .where(JobRow.status == "validating_files", JobRow.id.not_in([*self._checks, *self._put_off]))
+                    # Those that were put off before come last: they have had their turn.
+                    .order_by(JobRow.id.in_([*self._num_delays]), JobRow.number)
+                    .limit(left)
                 )
             )
         for row in new:
-            if row.id not in self._checks and row.id not in self._put_off:
-                self._checks[row.id] = pool.submit(self._check, plane, row)
+            self._checks[row.id] = pool.submit(self._check, plane, row)
 
     def _check(self, plane: ControlPlane, job: JobRow) -> None:
         """Make the run of a job, or fail the job."""
@@ -216,13 +226,16 @@ class Coordinator:
                     row.status, row.run_dir = "queued", str(self._service.run_of(job))
                     add_event(session, row, "Files validated, moving job to queued state")
                     _LOG.info("job %s of tenant %s is queued", job.id, job.tenant)
+            self._num_delays.pop(job.id, None)
         self._service.work.set()
 
     # -- jobs of the control plane ---------------------------------------------------------------------------------
 
     def _submit_wanted(self, plane: ControlPlane) -> None:
         _, num_gpus = plane.num_gpus()
-        left = min(MOST_SUBMITTED, 2 * num_gpus) - len(self._live)
+        # Ended ones whose results cannot be kept yet take nobody's place.
+        working = [live for live in self._live.values() if not live.has_ended]
+        left = min(MOST_SUBMITTED, 2 * num_gpus) - len(working)
         if left <= 0:
             return
         with self._service.store.reading() as session:
@@ -233,7 +246,7 @@ class Coordinator:
                     .order_by(JobRow.priority.desc(), JobRow.number)
                 )
             )
-        order = _in_turns(wanted, Counter(live.tenant for live in self._live.values()))
+        order = _in_turns(wanted, Counter(live.tenant for live in working))
         for job in order[:left]:
             with self._service.store.reading() as session:
                 row = session.scalar(select(JobRow).where(JobRow.id == job))
@@ -304,6 +317,7 @@ class Coordinator:
             with self._alone(rows[job], "cannot_run"):
                 self._note_progress(job, live, state)
             if state.outcome is not None:
+                live.has_ended = True
                 with self._alone(rows[job], "no_result"):
                     self._note_end(rows[job], live, state)
                 if job not in self._put_off:
@@ -371,6 +385,9 @@ class Coordinator:
             if is_of_storage(error):
                 self._delay(job, error)
                 return
+            if isinstance(error, FileNotFoundError):
+                self._fail(job, "missing_file", None, _missing(error))
+                return
             if not isinstance(error, AltoError | ApiError):
                 _LOG.error("job %s fails by an error that was not expected", job.id, exc_info=error)
                 self._fail(job, "internal_error", None, "the service failed to work on it; its log has the cause")
@@ -379,11 +396,11 @@ class Coordinator:
 
     def _delay(self, job: JobRow, error: Exception) -> None:
         """Have ``job`` wait for a disk or the store of artefacts; an event and the log report it once."""
-        self.failure = error
-        self._put_off[job.id] = time.monotonic() + _RETRY_S
-        if job.id in self._delayed:
+        self._num_delays[job.id] += 1
+        pause_s = min(_MOST_RETRY_S, _RETRY_S * 2 ** min(16, self._num_delays[job.id] - 1))
+        self._put_off[job.id] = time.monotonic() + pause_s
+        if self._num_delays[job.id] > 1:
             return
-        self._delayed.add(job.id)
         _LOG.error("job %s waits: its files cannot be read or written", job.id, exc_info=error)
         with self._changing(job.id) as (session, row):
             add_event(session, row, "The service cannot read or write the job's files; it tries again", level="warn")
@@ -402,6 +419,11 @@ class Coordinator:
         for job, until in list(self._put_off.items()):
             if until <= time.monotonic():
                 del self._put_off[job]
+
+    @property
+    def num_put_off(self) -> int:
+        """Jobs that wait until a disk or the store of artefacts is tried again."""
+        return len(self._put_off)
 
     # -- the database ----------------------------------------------------------------------------------------------
 
@@ -427,3 +449,8 @@ def _in_turns(jobs: Sequence[tuple[str, str]], num_live: Mapping[str, int]) -> l
         keys[job] = seen[tenant], place
         seen[tenant] += 1
     return sorted(keys, key=keys.__getitem__)
+
+
+def _missing(error: FileNotFoundError) -> str:
+    name = Path(str(error.filename)).name if error.filename else str(error)
+    return f"expected all files of the job, found that {name} is gone; create the job again"

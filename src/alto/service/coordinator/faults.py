@@ -30,5 +30,7 @@ def code_of(error: Exception, code: str) -> tuple[str, str | None]:
 
 
 def is_of_storage(error: Exception) -> bool:
-    """Whether a disk or the store of artefacts refused: the same job may succeed later."""
-    return isinstance(error, RunWriteError) or (isinstance(error, OSError) and not isinstance(error, AltoError))
+    """Whether a disk or the store of artefacts refused: the same job may succeed later. A file that is gone stays so."""
+    return isinstance(error, RunWriteError) or (
+        isinstance(error, OSError) and not isinstance(error, AltoError | FileNotFoundError)
+    )
