@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import socket
@@ -17,7 +18,7 @@ from urllib.parse import urlsplit
 import httpx2
 import openai
 import pytest
-from services import Served, served, wait_for
+from services import ROWS, Served, served, wait_for
 
 from alto.service.coordinator import coordinator as coordinating
 from alto.service.store import store as storing
@@ -88,6 +89,37 @@ def test_a_locked_database_is_503_and_nothing_is_lost(service: Served, gate: Pat
     journal = service.service.run_of(row_of(service, running)) / "journal.jsonl"
     events = [json.loads(line)["event"] for line in journal.read_text().splitlines()]
     assert not {"task_resumed", "task_interrupted"} & set(events), "its executor went on meanwhile"
+
+
+def test_the_repetition_of_a_request_that_the_database_refused_creates_an_object_of_its_own(service: Served) -> None:
+    client = service.client()
+    file = service.upload(client)
+    create = partial(client.fine_tuning.jobs.create, model="alto-tiny", training_file=file)
+    older, retry = create().id, {"x-stainless-retry-count": "1"}
+    with contextlib.closing(sqlite3.connect(service.service.settings.root / "alto.db", isolation_level=None)) as lock:
+        lock.execute("BEGIN IMMEDIATE")
+        for headers in ({}, retry):
+            with pytest.raises(openai.InternalServerError) as found:
+                create(extra_headers=headers)
+            assert found.value.status_code == 503
+    created = create(extra_headers=retry).id
+    assert created != older
+    assert create(extra_headers=retry).id == created
+
+
+def test_the_repetition_of_an_upload_that_a_full_disk_refused_creates_a_file_of_its_own(
+    service: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, retry = service.client(), {"x-stainless-retry-count": "1"}
+    create = partial(client.files.create, file=("rows.jsonl", ROWS), purpose="fine-tune")
+    older = create().id
+    with monkeypatch.context() as patch:
+        patch.setattr(service.service.artefacts._fs, "mv", fail)
+        with pytest.raises(openai.InternalServerError):
+            create()
+    created = create(extra_headers=retry).id
+    assert created != older
+    assert create(extra_headers=retry).id == created
 
 
 def test_a_database_that_is_silent_for_long_has_executors_save(

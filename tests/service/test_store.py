@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ from alto.service.store import store as store_module
 from alto.service.store.events import add_event, events_of
 from alto.service.store.jobs import cancel_job, count_open, find_job, lock_job, pause_job, resume_job
 from alto.service.store.paging import page_of
-from alto.service.store.replays import RequestMark
+from alto.service.store.replays import Refusals, RequestMark
 from alto.service.store.store import database_time
 from alto.service.store.tables import Base, JobRow, LeaderRow
 
@@ -197,6 +198,32 @@ def test_a_repeated_request_finds_what_it_created(store: Store) -> None:
         for other in ({"tenant": "b"}, {"path": "/y"}, {"body_hash": "2"}):
             changed = RequestMark(**{"tenant": "a", "path": "/x", "body_hash": "1", "is_retry": True, **other})
             assert changed.find(session) is None, other
+
+
+@pytest.mark.parametrize("has_database", [True, False])
+def test_a_request_that_is_refused_forgets_older_ones_and_not_what_it_has_created(
+    store: Store, *, has_database: bool
+) -> None:
+    refusals = Refusals()
+    mark = partial(RequestMark, tenant="a", path="/x", body_hash="1", refusals=refusals)
+    with store.writing() as session:
+        mark().note(session, "job", "ftjob-1")
+    again = mark(is_retry=True)
+    again.forget_older(store, has_database=has_database)
+    with store.writing() as session:
+        assert again.find(session) == "ftjob-1", "a repetition forgets nothing"
+    mark(key="k").forget_older(store, has_database=has_database)
+    with store.writing() as session:
+        assert again.find(session) == "ftjob-1", "nor does one with a key"
+    mark().forget_older(store, has_database=has_database)
+    with store.writing() as session:
+        assert again.find(session) is None
+    new = mark()
+    with store.writing() as session:
+        new.note(session, "job", "ftjob-2")
+    new.forget_older(store, has_database=has_database)  # its answer failed, perhaps after the commit
+    with store.writing() as session:
+        assert again.find(session) == "ftjob-2"
 
 
 def test_equal_requests_at_once_create_one_object(store: Store) -> None:

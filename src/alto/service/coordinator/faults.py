@@ -30,7 +30,7 @@ def code_of(error: Exception, code: str) -> tuple[str, str | None]:
 
 
 def is_of_storage(error: Exception) -> bool:
-    """Whether a disk or the store of artefacts refused: the same job may succeed later. A file that is gone stays so."""
+    """Whether a disk or the store of artefacts refused: the same job may succeed later, unless a file is gone."""
     return isinstance(error, RunWriteError) or (
         isinstance(error, OSError) and not isinstance(error, AltoError | FileNotFoundError)
     )
