@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import socket
 import sqlite3
 import time
+from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,7 +18,7 @@ from urllib.parse import urlsplit
 import httpx2
 import openai
 import pytest
-from services import Served, served, wait_for
+from services import ROWS, Served, served, wait_for
 
 from alto.service.coordinator import coordinator as coordinating
 from alto.service.store import store as storing
@@ -36,7 +39,7 @@ def gate(tmp_path: Path) -> Path:
 def service(tmp_path: Path, gate: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     monkeypatch.setattr(storing, "BUSY_S", 0.2)
     monkeypatch.setattr(coordinating, "_RETRY_S", 0.1)
-    monkeypatch.setattr(coordinating, "PATIENCE_S", 1000.0)  # however busy the machine is
+    monkeypatch.setattr(coordinating, "LEASE_S", 1000.0)  # however busy the machine is
     root = tmp_path / "service"
     plane = simulated_plane(root, lambda: SimulatedCluster(duration_s=0.1, waits_for=gate))
     with served(root, open_plane=plane) as found:
@@ -88,10 +91,41 @@ def test_a_locked_database_is_503_and_nothing_is_lost(service: Served, gate: Pat
     assert not {"task_resumed", "task_interrupted"} & set(events), "its executor went on meanwhile"
 
 
+def test_the_repetition_of_a_request_that_the_database_refused_creates_an_object_of_its_own(service: Served) -> None:
+    client = service.client()
+    file = service.upload(client)
+    create = partial(client.fine_tuning.jobs.create, model="alto-tiny", training_file=file)
+    older, retry = create().id, {"x-stainless-retry-count": "1"}
+    with contextlib.closing(sqlite3.connect(service.service.settings.root / "alto.db", isolation_level=None)) as lock:
+        lock.execute("BEGIN IMMEDIATE")
+        for headers in ({}, retry):
+            with pytest.raises(openai.InternalServerError) as found:
+                create(extra_headers=headers)
+            assert found.value.status_code == 503
+    created = create(extra_headers=retry).id
+    assert created != older
+    assert create(extra_headers=retry).id == created
+
+
+def test_the_repetition_of_an_upload_that_a_full_disk_refused_creates_a_file_of_its_own(
+    service: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, retry = service.client(), {"x-stainless-retry-count": "1"}
+    create = partial(client.files.create, file=("rows.jsonl", ROWS), purpose="fine-tune")
+    older = create().id
+    with monkeypatch.context() as patch:
+        patch.setattr(service.service.artefacts._fs, "mv", fail)
+        with pytest.raises(openai.InternalServerError):
+            create()
+    created = create(extra_headers=retry).id
+    assert created != older
+    assert create(extra_headers=retry).id == created
+
+
 def test_a_database_that_is_silent_for_long_has_executors_save(
     service: Served, gate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(coordinating, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(coordinating, "LEASE_S", 0.0)
     client = service.client()
     job = create(service, client)
     wait_for(lambda: status(client, job) == "running")
@@ -148,9 +182,128 @@ def test_a_result_that_cannot_be_kept_is_kept_later_and_others_go_on(
         assert status(client, first) == "running", "it is put off"
         messages = [event.message for event in client.fine_tuning.jobs.list_events(first, limit=100)]
         assert messages.count("The service cannot read or write the job's files; it tries again") == 1
-        assert httpx2.get(f"{service.url}/readyz").status_code == 503
+        assert httpx2.get(f"{service.url}/readyz").status_code == 200, "the server is well"
+        assert "\nalto_tasks_put_off 1\n" in httpx2.get(f"{service.url}/metrics").text
     check_trained_once(service, client, first)
-    wait_for(lambda: httpx2.get(f"{service.url}/readyz").status_code == 200)
+    assert "\nalto_tasks_put_off 0\n" in httpx2.get(f"{service.url}/metrics").text
+
+
+@pytest.mark.parametrize("param", ["training_file", "validation_file"])
+def test_jobs_whose_stored_file_is_gone_fail_with_the_reason_and_delay_nobody(
+    service: Served, gate: Path, param: str
+) -> None:
+    client = service.client()
+    gate.touch()
+    good, gone = service.upload(client), service.upload(client)
+    (service.service.settings.root / "artefacts" / "files" / "default" / gone).unlink()
+    files = {"training_file": good, param: gone}
+    bad = [client.fine_tuning.jobs.create(model="alto-tiny", **files).id for _ in range(17)]
+    check_trained_once(service, client, client.fine_tuning.jobs.create(model="alto-tiny", training_file=good).id)
+    assert httpx2.get(f"{service.url}/readyz").status_code == 200
+    for job in bad:
+        found = service.finished(client, job)
+        assert (found.status, found.error.code, found.error.param) == ("failed", "file_content_missing", param)
+        assert f"expected the content of {gone}, found that it is gone" in found.error.message
+
+
+def test_jobs_that_are_put_off_leave_their_place_to_new_ones(
+    service: Served, gate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, artefacts = service.client(), service.service.artefacts
+    gate.touch()
+    good, bad = service.upload(client), service.upload(client)
+    fetch, tried = artefacts.fetch, Counter[str]()
+
+    def refuse_a_file(name: str, to: Path) -> None:
+        tried[name.rpartition("/")[2]] += 1
+        if name.endswith(bad):
+            fail()
+        fetch(name, to)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(artefacts, "fetch", refuse_a_file)
+        patch.setattr(coordinating, "_RETRY_S", 1000.0)
+        waiting = [client.fine_tuning.jobs.create(model="alto-tiny", training_file=bad).id for _ in range(17)]
+        check_trained_once(service, client, client.fine_tuning.jobs.create(model="alto-tiny", training_file=good).id)
+        assert httpx2.get(f"{service.url}/readyz").status_code == 200
+        assert {status(client, job) for job in waiting} == {"validating_files"}
+        wait_for(lambda: tried[bad] == 17)
+        assert service.coordinator is not None
+        for _ in range(3):
+            service.service.work.set()
+            time.sleep(0.3)
+        assert tried[bad] == 17, "none is tried before its time"
+        service.coordinator._put_off = dict.fromkeys(waiting, 0.0)
+    for job in waiting:
+        check_trained_once(service, client, job)
+
+
+def test_a_job_that_is_put_off_again_waits_longer_each_time(service: Served) -> None:
+    client, coordinator = service.client(), service.coordinator
+    assert coordinator is not None
+    row, pauses = row_of(service, create(service, client)), []
+    for _ in range(15):
+        began = time.monotonic()
+        coordinator._delay(row, OSError(errno.EIO, "Input/output error"))
+        pauses.append(round((coordinator._put_off[row.id] - began) / 0.1))
+    assert pauses[:4] == [1, 2, 4, 8]
+    assert pauses[-1] == 3000
+
+
+def test_results_that_cannot_be_kept_take_no_place_of_jobs_that_wait(
+    service: Served, gate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as the control plane is given at a time: twice its four GPUs."""
+    client, artefacts = service.client(), service.service.artefacts
+    gate.touch()
+    write = artefacts.write_folder
+
+    def refuse_a_seed(name: str, folder: Path) -> None:
+        if row_of(service, name.rpartition("/")[2]).seed == 13:
+            fail()
+        write(name, folder)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(artefacts, "write_folder", refuse_a_seed)
+        patch.setattr(coordinating, "_RETRY_S", 1000.0)
+        file = service.upload(client)
+        create_refused = partial(client.fine_tuning.jobs.create, model="alto-tiny", training_file=file, seed=13)
+        refused = [create_refused().id for _ in range(8)]
+        wait_for(lambda: service.coordinator is not None and service.coordinator.num_put_off == 8)
+        check_trained_once(service, client, create(service, client))
+        assert service.coordinator is not None
+        service.coordinator._put_off = dict.fromkeys(refused, 0.0)
+    for job in refused:
+        check_trained_once(service, client, job)
+
+
+def test_a_store_that_is_not_mounted_fails_no_job(service: Served, gate: Path) -> None:
+    client, files = service.client(), service.service.settings.root / "artefacts" / "files"
+    gate.touch()
+    file = service.upload(client)
+    files.rename(files.with_name("unmounted"))
+    job = client.fine_tuning.jobs.create(model="alto-tiny", training_file=file).id
+    wait_for(lambda: service.coordinator is not None and service.coordinator.num_put_off == 1)
+    assert status(client, job) == "validating_files"
+    files.with_name("unmounted").rename(files)
+    check_trained_once(service, client, job)
+
+
+def test_a_file_of_a_run_that_is_gone_fails_its_job_with_the_reason(
+    service: Served, gate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = service.client()
+
+    def lose(name: str, folder: Path) -> None:
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(folder / "adapter_model.safetensors"))
+
+    monkeypatch.setattr(service.service.artefacts, "write_folder", lose)
+    gate.touch()
+    found = service.finished(client, create(service, client))
+    assert (found.status, found.error.code) == ("failed", "missing_file")
+    assert "found that adapter_model.safetensors is gone" in found.error.message
+    assert str(service.service.settings.root) not in found.error.message
+    assert httpx2.get(f"{service.url}/readyz").status_code == 200
 
 
 def test_a_damaged_journal_fails_its_job_alone(service: Served, gate: Path) -> None:

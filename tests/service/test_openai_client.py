@@ -22,6 +22,7 @@ from openai.types.fine_tuning.jobs import FineTuningJobCheckpoint
 from openai.types.uploads import UploadPart
 from services import ROWS, Served, served, wait_for
 
+from alto.service.errors import ApiError
 from alto.service.store.tables import FileRow, JobRow, PartRow, UploadRow
 from benchmarks.service.plane import simulated_plane
 from benchmarks.service.simulated_cluster import SimulatedCluster
@@ -522,3 +523,66 @@ def test_a_paused_job_is_a_job(service: Served, client: openai.OpenAI) -> None:
     assert client.fine_tuning.jobs.retrieve(job.id).status == "paused"
     strict(FineTuningJob, raw.resume(job.id))
     strict(FineTuningJob, raw.cancel(job.id))
+
+
+@pytest.mark.parametrize("kind", ["job", "upload"])
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_the_repetition_of_a_request_that_was_one_too_many_creates_an_object_of_its_own(
+    service: Served, monkeypatch: pytest.MonkeyPatch, kind: str, *, is_cancelled: bool
+) -> None:
+    """The unmodified client sends a request once more after 429, and must not be given an older object."""
+    client = service.client(max_retries=2)
+    create = repeated(service, client)[kind][1]
+    older = create().id
+    if is_cancelled:
+        (client.fine_tuning.jobs if kind == "job" else client.uploads).cancel(older)
+    created = refused_once(service, monkeypatch, create)
+    assert created != older
+    assert create(extra_headers=RETRY).id == created, "it was carried out: now it is remembered"
+
+
+def test_a_repetition_that_is_one_too_many_still_finds_what_the_lost_answer_was_about(
+    service: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create = repeated(service, service.client(max_retries=2))["job"][1]
+    lost = create().id
+    assert refused_once(service, monkeypatch, lambda: create(extra_headers=RETRY)) == lost
+
+
+def test_a_key_of_a_request_that_was_refused_is_free(service: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    create = repeated(service, service.client(max_retries=2))["job"][1]
+    key = {"Idempotency-Key": "refused at first"}
+    older = create().id
+    created = refused_once(service, monkeypatch, lambda: create(extra_headers=key))
+    assert created != older
+    assert create(extra_headers=key).id == created
+    assert create(extra_headers=RETRY).id == older, "a request with a key says nothing about those without"
+
+
+@pytest.mark.parametrize("kind", ["job", "file", "upload"])
+def test_a_repetition_finds_no_object_that_was_cancelled_or_deleted(
+    service: Served, client: openai.OpenAI, kind: str
+) -> None:
+    """Where a proxy has refused the request, this service never saw it."""
+    create = repeated(service, client)[kind][1]
+    older = create().id
+    end = {"job": client.fine_tuning.jobs.cancel, "file": client.files.delete, "upload": client.uploads.cancel}
+    end[kind](older)
+    assert create(extra_headers=RETRY).id != older
+
+
+def refused_once(service: Served, monkeypatch: pytest.MonkeyPatch, create: Callable[[], Any]) -> str:
+    """The id of what a request has created whose first attempt was refused as one too many."""
+    take, refused = service.service.rates.take, list[str]()
+
+    def refuse_once(name: str, requests_per_s: float | None) -> None:
+        if not refused:
+            refused.append(name)
+            raise ApiError(429, "too many", code="rate_limit_exceeded", headers={"Retry-After": "1"})
+        take(name, requests_per_s)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(service.service.rates, "take", refuse_once)
+        created = str(create().id)
+    assert refused
+    return created

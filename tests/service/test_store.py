@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 
 import pytest
+from alembic import command
+from alembic.config import Config
+from postgres import new_database
 from sqlalchemy import inspect, select, text
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.orm import Session
 
 from alto.errors import ServiceError
 from alto.service.access import caller_of, create_key, create_tenant, has_keys, revoke_key
 from alto.service.access import keys as keys_module
+from alto.service.coordinator import leadership as leadership_module
 from alto.service.coordinator.coordinator import _in_turns
-from alto.service.coordinator.leadership import PATIENCE_S, Leadership, LostLeadershipError
+from alto.service.coordinator.leadership import LEASE_S, Leadership, LostLeadershipError
 from alto.service.errors import ApiError
 from alto.service.ids import new_id, now
 from alto.service.store import Store
+from alto.service.store import store as store_module
 from alto.service.store.events import add_event, events_of
 from alto.service.store.jobs import cancel_job, count_open, find_job, lock_job, pause_job, resume_job
 from alto.service.store.paging import page_of
-from alto.service.store.replays import RequestMark
+from alto.service.store.replays import Refusals, RequestMark
+from alto.service.store.store import database_time
 from alto.service.store.tables import Base, JobRow, LeaderRow
 
 
@@ -33,14 +46,19 @@ def store(database: str) -> Iterator[Store]:
 
 
 def add_job(store: Store, tenant: str = "a", status: str = "queued", **own: object) -> str:
+    with store.writing() as session:
+        return add_job_in(session, tenant=tenant, status=status, **own)
+
+
+def add_job_in(session: Session, *, tenant: str = "a", status: str = "queued", **own: object) -> str:
     values = {
         "id": new_id("ftjob"), "tenant": tenant, "status": status, "created_at": now(), "model": "m",
         "training_file": "file-1", "seed": 1, "priority": 0, "request": {}, "task": {}, "lease": 0, "num_events": 0,
         "journal_seq": 0,
     }  # fmt: skip
-    with store.writing() as session:
-        row = JobRow(**{**values, **own})
-        session.add(row)
+    row = JobRow(**{**values, **own})
+    session.add(row)
+    session.flush()
     return row.id
 
 
@@ -182,6 +200,32 @@ def test_a_repeated_request_finds_what_it_created(store: Store) -> None:
             assert changed.find(session) is None, other
 
 
+@pytest.mark.parametrize("has_database", [True, False])
+def test_a_request_that_is_refused_forgets_older_ones_and_not_what_it_has_created(
+    store: Store, *, has_database: bool
+) -> None:
+    refusals = Refusals()
+    mark = partial(RequestMark, tenant="a", path="/x", body_hash="1", refusals=refusals)
+    with store.writing() as session:
+        mark().note(session, "job", "ftjob-1")
+    again = mark(is_retry=True)
+    again.forget_older(store, has_database=has_database)
+    with store.writing() as session:
+        assert again.find(session) == "ftjob-1", "a repetition forgets nothing"
+    mark(key="k").forget_older(store, has_database=has_database)
+    with store.writing() as session:
+        assert again.find(session) == "ftjob-1", "nor does one with a key"
+    mark().forget_older(store, has_database=has_database)
+    with store.writing() as session:
+        assert again.find(session) is None
+    new = mark()
+    with store.writing() as session:
+        new.note(session, "job", "ftjob-2")
+    new.forget_older(store, has_database=has_database)  # its answer failed, perhaps after the commit
+    with store.writing() as session:
+        assert again.find(session) == "ftjob-2"
+
+
 def test_equal_requests_at_once_create_one_object(store: Store) -> None:
     start, marks = threading.Barrier(6), [RequestMark(tenant="a", path="/x", body_hash="1", key="k")] * 6
 
@@ -226,49 +270,135 @@ def test_keys_open_until_they_are_revoked_or_expire(store: Store, monkeypatch: p
         assert has_keys(session), "the end of the last key does not open the service to everybody"
 
 
-def test_one_server_leads_and_another_takes_over_after_its_silence(store: Store) -> None:
-    now_s = {"first": 0.0, "second": 0.0}
-    first, second = (Leadership(store, lambda name=name: now_s[name]) for name in now_s)  # type: ignore[misc]
+class DatabaseClock:
+    """A database whose clock is set by hand."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 1e9
+        monkeypatch.setattr(leadership_module, "database_time", lambda session: self.now_s)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> DatabaseClock:
+    return DatabaseClock(monkeypatch)
+
+
+def test_one_server_leads_and_another_takes_over_after_its_silence(store: Store, clock: DatabaseClock) -> None:
+    own_s = 0.0
+    first, second = (Leadership(store, clock=lambda: own_s) for _ in range(2))
     assert first.acquire()
-    _live_elsewhere(store)
+    assert first.acquire(), "it leads still"
     assert not second.acquire()
-    now_s["first"] += PATIENCE_S * 10  # its clock jumps: nobody else's does
-    first.beat()
-    now_s["second"] += PATIENCE_S - 1
-    assert not second.acquire(), "it has beaten since"
-    now_s["second"] += PATIENCE_S - 1
-    assert not second.acquire()
-    now_s["second"] += 1
+    own_s = LEASE_S  # of its own clock, which only tells it to renew
+    clock.now_s += LEASE_S - 1
+    first.renew()
+    clock.now_s += LEASE_S - 1
+    assert not second.acquire(), "it was renewed since"
+    clock.now_s += 1
     assert second.acquire()
+    assert second.epoch > first.epoch
     with pytest.raises(LostLeadershipError), store.writing() as session:
         first.check(session)
-    now_s["first"] += PATIENCE_S
-    with pytest.raises(LostLeadershipError):
-        first.beat()
     assert not first.is_held
+    assert not first.acquire()
     with store.writing() as session:
         second.check(session)
 
 
-def test_a_leader_that_has_ended_is_followed_at_once(store: Store) -> None:
+def test_a_renewal_of_a_former_leader_is_refused(store: Store, clock: DatabaseClock) -> None:
+    own_s = 0.0
+    first, second = (Leadership(store, clock=lambda: own_s) for _ in range(2))
+    assert first.acquire()
+    clock.now_s += LEASE_S
+    assert second.acquire()
+    own_s, clock.now_s = LEASE_S, clock.now_s + 1
+    with pytest.raises(LostLeadershipError):
+        first.renew()
+    first.release()
+    with store.reading() as session:
+        row = session.get(LeaderRow, 1)
+        assert row is not None
+        assert (row.epoch, row.renewed_at) == (second.epoch, clock.now_s - 1), "nothing of it was changed"
+        assert row.holder
+
+
+@pytest.mark.parametrize("jump_s", [-1e6, 1e6])
+def test_a_clock_of_the_database_that_jumps_changes_the_leader_at_most(
+    store: Store, clock: DatabaseClock, jump_s: float
+) -> None:
+    first, second = Leadership(store), Leadership(store)
+    assert first.acquire()
+    clock.now_s += jump_s
+    assert second.acquire(), "nobody waits for the old time to come back"
+    assert not first.acquire()
+
+
+def test_the_database_tells_the_time(store: Store) -> None:
+    with store.reading() as session:
+        began = time.time()
+        assert began - 1 < database_time(session) < time.time() + 1
+
+
+def test_servers_with_one_host_and_one_process_id_do_not_take_leadership_from_each_other(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two containers: the process that leads cannot be seen from the second."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "alto")
+    monkeypatch.setattr(os, "getpid", lambda: 7)
+    first = Leadership(store)
+    assert first.acquire()
+    monkeypatch.setattr(os, "getpid", lambda: 999_999_999)
+    second = Leadership(store)
+    for _ in range(3):
+        assert not second.acquire()
+        assert first.acquire()
+
+
+def test_a_leader_that_has_released_its_lease_is_followed_at_once(store: Store) -> None:
     first, second = Leadership(store), Leadership(store)
     assert first.acquire()
     first.release()
     assert second.acquire()
-    with store.writing() as session:
-        row = session.get(LeaderRow, 1)
-        assert row is not None
-        host = row.holder.split(" ")[0]
-        row.holder = f"{host} 999999999 boot:1"  # a process of this machine that is gone
-    assert Leadership(store).acquire()
 
 
-def _live_elsewhere(store: Store) -> None:
-    """The leader seems to be on another machine, where nobody can see whether it lives."""
-    with store.writing() as session:
-        row = session.get(LeaderRow, 1)
-        assert row is not None
-        row.holder = "elsewhere 1 boot:1"
+def test_a_leader_that_stands_still_in_a_transaction_keeps_nobody_from_leading(
+    postgres: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "STALLED_S", 0.5)
+    address = new_database(postgres)
+    stores = [Store(address), Store(address)]
+    stores[0].migrate()
+    first, second = (Leadership(store, lease_s=0.1) for store in stores)
+    assert first.acquire()
+
+    def stand_still() -> None:
+        with stores[0].writing() as session:
+            first.check(session)
+            time.sleep(0.2)
+            assert second.acquire(), "its transaction has ended"
+            add_job_in(session)
+
+    with pytest.raises(DBAPIError):
+        stand_still()
+    with stores[1].reading() as session:
+        assert session.scalars(select(JobRow)).all() == []
+    for store in stores:
+        store.close()
+
+
+def test_a_database_of_an_older_version_gets_a_new_leader_at_once(database: str) -> None:
+    store = Store(database)
+    with store._writing.begin() as connection:
+        config = Config()
+        config.set_main_option("script_location", str(store_module.MIGRATIONS))
+        config.attributes["connection"] = connection
+        command.upgrade(config, "0001")
+        connection.execute(text("INSERT INTO leader (id, epoch, beat, holder) VALUES (1, 41, 7, 'host 1 boot:1')"))
+    store.migrate()
+    new = Leadership(store)
+    assert new.acquire()
+    assert new.epoch == 42
+    store.close()
 
 
 def test_tenants_take_turns(store: Store) -> None:

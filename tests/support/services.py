@@ -21,7 +21,7 @@ from alto.service.context import Service
 from alto.service.control import control_folder
 from alto.service.coordinator import Coordinator
 from alto.service.coordinator.coordinator import OpenPlane
-from alto.service.coordinator.leadership import Leadership
+from alto.service.coordinator.leadership import LEASE_S, Leadership
 from alto.service.serve import opened_service
 from alto.service.settings import ServiceSettings
 from alto.service.store.jobs import ENDED
@@ -65,19 +65,22 @@ class Served:
 
 
 @contextlib.contextmanager
-def served(root: Path, *, open_plane: OpenPlane | None = None, **own: Any) -> Iterator[Served]:
+def served(
+    root: Path, *, open_plane: OpenPlane | None = None, lease_s: float = LEASE_S, **own: Any
+) -> Iterator[Served]:
     """A server on a free port until the block is left.
 
     Args:
         root: Data folder.
         open_plane: Opens what its coordinator drives; None has no coordinator.
+        lease_s: Time of its lease as leader.
         own: Settings.
     """
     settings = ServiceSettings(**{"data_dir": str(root), "port": 0, **own})
     with opened_service(settings) as service:
         coordinator = None
         if open_plane is not None:
-            coordinator = Coordinator(service, Leadership(service.store), open_plane)
+            coordinator = Coordinator(service, Leadership(service.store, lease_s=lease_s), open_plane)
             coordinator.start()
         try:
             with answering(service, coordinator) as url:

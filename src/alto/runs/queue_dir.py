@@ -13,9 +13,8 @@
 
 from __future__ import annotations
 
-import os
+import secrets
 import shutil
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -99,7 +98,7 @@ class QueueDir:
         """
         stem = f"queue-{time.strftime('%Y%m%d-%H%M%S')}"
         folder = Path(output_dir)
-        unborn = folder / f".{stem}.{os.getpid()}-{threading.get_native_id()}.new"
+        unborn = folder / f".{stem}.{secrets.token_hex(8)}.new"
         with being_born(unborn, output_dir):
             unborn.mkdir(parents=True)
             queue = cls(unborn)

@@ -24,9 +24,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
+import secrets
 import shutil
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -67,7 +66,7 @@ class RunDir:
         """
         stem = f"{task.name}-{time.strftime('%Y%m%d-%H%M%S')}"
         folder = Path(output_dir)
-        unborn = folder / f".{stem}.{os.getpid()}-{threading.get_native_id()}.new"
+        unborn = folder / f".{stem}.{secrets.token_hex(8)}.new"
         with being_born(unborn, output_dir):
             cls(unborn).begin(task)
             return cls(claim(unborn, folder, stem))

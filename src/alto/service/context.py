@@ -18,6 +18,7 @@ from alto.service.histories import Histories
 from alto.service.previews import Previews
 from alto.service.settings import ServiceSettings
 from alto.service.store import Store
+from alto.service.store.replays import Refusals
 from alto.service.store.tables import JobRow, Tenant
 
 __all__ = ["Limits", "Service", "ServiceOf", "service_of"]
@@ -44,6 +45,7 @@ class Service:
         rates: Requests of tenants.
         histories: Of runs, as their journals are now.
         previews: Of the rows of drafts.
+        refusals: Requests that were refused while the database did not answer.
         work: Set where the coordinator has something to do.
     """
 
@@ -53,6 +55,7 @@ class Service:
     rates: RateLimiter = field(default_factory=RateLimiter)
     histories: Histories = field(default_factory=Histories)
     previews: Previews = field(default_factory=Previews)
+    refusals: Refusals = field(default_factory=Refusals)
     work: threading.Event = field(default_factory=threading.Event)
 
     def limits_of(self, tenant: Tenant | None) -> Limits:

@@ -31,7 +31,8 @@ def healthz() -> dict[str, str]:
 @router.head("/readyz", include_in_schema=False)
 @router.get("/readyz", openapi_extra=WITHOUT_KEY, responses={503: {"description": "They cannot yet."}})
 def readyz(request: Request, service: ServiceOf) -> Response:
-    """Whether requests can be carried out: the database answers, and some server leads."""
+    """Whether requests can be carried out: the database answers, and some server leads. Faults of single tasks do not
+    count; they are in the events of these tasks, and in ``alto_tasks_put_off`` of ``/metrics``."""
     problems = _problems(request, service)
     status = "ready" if not problems else "not ready"
     return JSONResponse({"status": status, "problems": problems}, status_code=503 if problems else 200)
@@ -56,6 +57,8 @@ def metrics(request: Request, service: ServiceOf) -> PlainTextResponse:
         num_used, num_all = plane.num_gpus()
         lines += _gauge("alto_gpus", "GPUs, or CPU slots.", [("", num_all)])
         lines += _gauge("alto_gpus_used", "GPUs that executors have.", [("", num_used)])
+        put_off = [("", coordinator.num_put_off)]
+        lines += _gauge("alto_tasks_put_off", "Tasks whose files cannot be read or written now.", put_off)
     counts: RequestCounts = request.app.state.request_counts
     return PlainTextResponse("\n".join([*lines, *counts.lines(), ""]), media_type="text/plain; version=0.0.4")
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeAlias
 
 from sqlalchemy import select
@@ -25,7 +26,7 @@ from alto.service.context import Service
 from alto.service.coordinator.durations import remember_duration
 from alto.service.coordinator.faults import code_of, code_of_end, is_of_service, is_of_storage
 from alto.service.coordinator.housekeeping import keep_house
-from alto.service.coordinator.leadership import PATIENCE_S, Leadership, LostLeadershipError
+from alto.service.coordinator.leadership import LEASE_S, Leadership, LostLeadershipError
 from alto.service.coordinator.projection import Projection
 from alto.service.coordinator.results import publish, write_result
 from alto.service.coordinator.run_folders import clear_ended_runs, make_run, settled_task, shown_error
@@ -47,6 +48,10 @@ is decided."""
 _HOUSEKEEPING_S = 60.0
 _FORECAST_S = 5.0
 _RETRY_S = 2.0
+_MOST_RETRY_S = 300.0
+"""Longest wait of a job that was put off; each is twice as long as the one before."""
+_MOST_CHECKED = 16
+"""New jobs that are checked, or wait for it, at a time."""
 
 OpenPlane: TypeAlias = Callable[[int], AbstractContextManager[ControlPlane]]
 
@@ -60,6 +65,7 @@ class _Live:
     projection: Projection
     level: int
     is_cancelled: bool = False
+    has_ended: bool = False
     forecast_at: float = field(default=0.0)
 
 
@@ -81,12 +87,12 @@ class Coordinator:
         self._live: dict[str, _Live] = {}
         self._checks: dict[str, Future[None]] = {}
         self._put_off: dict[str, float] = {}
-        self._delayed: set[str] = set()
+        self._num_delays: Counter[str] = Counter()
         self._silent_since: float | None = None
         self._house_at = 0.0
         self.plane: ControlPlane | None = None
         self.failure: BaseException | None = None
-        """What keeps it from leading, or from going on with a job; None while all is well."""
+        """What keeps this server from leading; None while all is well. What befalls a single job is no such thing."""
 
     def start(self) -> None:
         """Begin, on a thread of its own."""
@@ -128,7 +134,7 @@ class Coordinator:
         ):
             self.plane, self.failure = plane, None
             self._live, self._checks, self._put_off = {}, {}, {}
-            self._delayed, self._silent_since = set(), None
+            self._num_delays, self._silent_since = Counter(), None
             try:
                 self._limit_tenants(plane)
                 while not self._is_stopping.is_set():
@@ -153,19 +159,17 @@ class Coordinator:
             if self._silent_since is None:
                 self._silent_since = time.monotonic()
                 _LOG.warning("the database does not answer: %s", str(error).partition("\n")[0])
-            elif time.monotonic() - self._silent_since > PATIENCE_S:
+            elif time.monotonic() - self._silent_since > LEASE_S:
                 # Another server may lead from now on. What runs is saved before it is given up.
                 plane.drain()
                 raise
             self._is_stopping.wait(_RETRY_S)
         else:
-            self._silent_since = None
-            if not self._put_off:
-                self.failure = None
+            self._silent_since = self.failure = None
 
     def turn(self, plane: ControlPlane, pool: ThreadPoolExecutor) -> None:
         """Bring the control plane and the database together, once."""
-        self._leadership.beat()
+        self._leadership.renew()
         self._forget_delays()
         self._check_new(plane, pool)
         self._note_ends(plane)
@@ -197,15 +201,21 @@ class Coordinator:
             if check.done():
                 del self._checks[job]
                 check.result()
+        left = _MOST_CHECKED - len(self._checks)
+        if left <= 0:
+            return
         with self._service.store.reading() as session:
             new = list(
                 session.scalars(
-                    select(JobRow).where(JobRow.status == "validating_files").order_by(JobRow.number).limit(16)
+                    select(JobRow)
+                    .where(JobRow.status == "validating_files", JobRow.id.not_in([*self._checks, *self._put_off]))
+                    # Those that were put off before come last: they have had their turn.
+                    .order_by(JobRow.id.in_([*self._num_delays]), JobRow.number)
+                    .limit(left)
                 )
             )
         for row in new:
-            if row.id not in self._checks and row.id not in self._put_off:
-                self._checks[row.id] = pool.submit(self._check, plane, row)
+            self._checks[row.id] = pool.submit(self._check, plane, row)
 
     def _check(self, plane: ControlPlane, job: JobRow) -> None:
         """Make the run of a job, or fail the job."""
@@ -217,6 +227,7 @@ class Coordinator:
                     row.status, row.run_dir = "queued", str(self._service.run_of(job))
                     add_event(session, row, "Files validated, moving job to queued state")
                     _LOG.info("job %s of tenant %s is queued", job.id, job.tenant)
+            self._num_delays.pop(job.id, None)
         self._service.work.set()
 
     # -- jobs of the control plane ---------------------------------------------------------------------------------
@@ -226,6 +237,8 @@ class Coordinator:
         _, num_gpus = plane.num_gpus()
         states = plane.states()
         begun = {job: live for job, live in self._live.items() if not states[live.order].is_new}
+        # Ended ones whose results cannot be kept yet take nobody's place.
+        working = [live for live in begun.values() if not live.has_ended]
         with self._service.store.reading() as session:
             rows = session.execute(
                 select(JobRow.id, JobRow.tenant, JobRow.priority)
@@ -233,9 +246,9 @@ class Coordinator:
                 .order_by(JobRow.priority.desc(), JobRow.number)
             )
             wanted = [(job, tenant, priority) for job, tenant, priority in rows]
-        order = _in_turns([(job, tenant) for job, tenant, _ in wanted], Counter(live.tenant for live in begun.values()))
+        order = _in_turns([(job, tenant) for job, tenant, _ in wanted], Counter(live.tenant for live in working))
         levels = levels_of(wanted)
-        next_ones = order[: max(0, min(MOST_SUBMITTED, 2 * num_gpus) - len(begun))]
+        next_ones = order[: max(0, min(MOST_SUBMITTED, 2 * num_gpus) - len(working))]
         moved: dict[str, int] = {}
         for job in self._live.keys() - begun.keys():
             live = self._live[job]
@@ -269,7 +282,9 @@ class Coordinator:
                     return
                 row.lease += 1
                 lease = row.lease
-            run.lease(lease)
+                # Before the commit, while no other server can begin to lead: a former leader, which fails above,
+                # replaces no newer lease.
+                run.lease(lease)
             order = f"{job.id}.{lease}"
             plane.submit(
                 RunOrder(
@@ -317,6 +332,7 @@ class Coordinator:
             with self._alone(rows[job], "cannot_run"):
                 self._note_progress(job, live, state)
             if state.outcome is not None:
+                live.has_ended = True
                 with self._alone(rows[job], "no_result"):
                     self._note_end(rows[job], live, state)
                 if job not in self._put_off:
@@ -385,6 +401,9 @@ class Coordinator:
             if is_of_storage(error):
                 self._delay(job, error)
                 return
+            if isinstance(error, FileNotFoundError):
+                self._fail(job, "missing_file", None, _missing(error))
+                return
             if not isinstance(error, AltoError | ApiError):
                 _LOG.error("job %s fails by an error that was not expected", job.id, exc_info=error)
                 self._fail(job, "internal_error", None, "the service failed to work on it; its log has the cause")
@@ -393,11 +412,11 @@ class Coordinator:
 
     def _delay(self, job: JobRow, error: Exception) -> None:
         """Have ``job`` wait for a disk or the store of artefacts; an event and the log report it once."""
-        self.failure = error
-        self._put_off[job.id] = time.monotonic() + _RETRY_S
-        if job.id in self._delayed:
+        self._num_delays[job.id] += 1
+        pause_s = min(_MOST_RETRY_S, _RETRY_S * 2 ** min(16, self._num_delays[job.id] - 1))
+        self._put_off[job.id] = time.monotonic() + pause_s
+        if self._num_delays[job.id] > 1:
             return
-        self._delayed.add(job.id)
         _LOG.error("job %s waits: its files cannot be read or written", job.id, exc_info=error)
         with self._changing(job.id) as (session, row):
             add_event(session, row, "The service cannot read or write the job's files; it tries again", level="warn")
@@ -416,6 +435,11 @@ class Coordinator:
         for job, until in list(self._put_off.items()):
             if until <= time.monotonic():
                 del self._put_off[job]
+
+    @property
+    def num_put_off(self) -> int:
+        """Jobs that wait until a disk or the store of artefacts is tried again."""
+        return len(self._put_off)
 
     # -- the database ----------------------------------------------------------------------------------------------
 
@@ -441,3 +465,8 @@ def _in_turns(jobs: Sequence[tuple[str, str]], num_live: Mapping[str, int]) -> l
         keys[job] = seen[tenant], place
         seen[tenant] += 1
     return sorted(keys, key=keys.__getitem__)
+
+
+def _missing(error: FileNotFoundError) -> str:
+    name = Path(str(error.filename)).name if error.filename else str(error)
+    return f"expected all files of the job, found that {name} is gone; create the job again"

@@ -40,5 +40,7 @@ def _code_of_class(kind: type, code: str) -> tuple[str, str | None]:
 
 
 def is_of_storage(error: Exception) -> bool:
-    """Whether a disk or the store of artefacts refused: the same job may succeed later."""
-    return isinstance(error, RunWriteError) or (isinstance(error, OSError) and not isinstance(error, AltoError))
+    """Whether a disk or the store of artefacts refused: the same job may succeed later, unless a file is gone."""
+    return isinstance(error, RunWriteError) or (
+        isinstance(error, OSError) and not isinstance(error, AltoError | FileNotFoundError)
+    )

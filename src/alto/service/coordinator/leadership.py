@@ -1,18 +1,17 @@
 """One leader among all servers on a database.
 
-The leader counts a number up. Others watch it, and take over once it has stood still for :data:`PATIENCE_S` on their
-own monotonic clocks, so that no clock of another machine and no jump of a clock matters. A leader that was only slow
-finds its epoch over in its next transaction, and what it has started is fenced by the leases of the runs.
+Leadership is a lease in the database, which its holder renews. The clock of the database alone decides whether it has
+run out, so the clocks of servers do not matter, nor do their hosts and process ids: servers in two containers may share
+both. Every leader gets a larger number than the one before, its epoch. A transaction of a former leader finds a newer
+epoch and is refused, and what it has started is fenced by the leases of the runs.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-import socket
+import secrets
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from sqlalchemy import select, update
 from sqlalchemy.exc import IntegrityError
@@ -20,12 +19,14 @@ from sqlalchemy.orm import Session
 
 from alto.errors import ServiceError
 from alto.service.store import Store
+from alto.service.store.store import database_time
 from alto.service.store.tables import LeaderRow
 
-__all__ = ["PATIENCE_S", "Leadership", "LostLeadershipError"]
+__all__ = ["LEASE_S", "Leadership", "LostLeadershipError"]
 
-PATIENCE_S = 15.0
-BEAT_S = 2.0
+LEASE_S = 15.0
+_RENEWALS = 7
+"""Renewals within the time of a lease: some may be late."""
 
 _ID = 1
 
@@ -35,35 +36,35 @@ class LostLeadershipError(ServiceError):
 
 
 class Leadership:
-    """The claim of this process to lead.
+    """The claim of this server to lead.
 
     Args:
         store: The common database.
-        clock: In seconds; never runs backwards.
+        lease_s: Others lead once the lease was not renewed for so long.
+        clock: In seconds; never runs backwards. It only decides how often the lease is renewed.
     """
 
-    def __init__(self, store: Store, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, store: Store, *, lease_s: float = LEASE_S, clock: Callable[[], float] = time.monotonic) -> None:
         self._store = store
+        self._lease_s = lease_s
         self._clock = clock
-        self._holder = f"{socket.gethostname()} {os.getpid()} {_start_of(os.getpid())}"
+        self._server = secrets.token_hex(16)
         self._epoch: int | None = None
-        self._beat_at = 0.0
-        self._seen: tuple[int, int] | None = None
-        self._seen_at = 0.0
+        self._renew_at = 0.0
 
     @property
     def is_held(self) -> bool:
-        """Whether this process leads, as far as it knows."""
+        """Whether this server leads, as far as it knows."""
         return self._epoch is not None
 
     @property
     def epoch(self) -> int:
-        """Number of the present leader; only where this process leads."""
+        """Number of the present leader; only where this server leads."""
         assert self._epoch is not None, "it does not lead"
         return self._epoch
 
     def acquire(self) -> bool:
-        """Lead, where nobody does; returns whether this process leads now."""
+        """Lead, where nobody does; returns whether this server leads now."""
         with self._store.writing() as session:
             if self._epoch is not None:
                 with contextlib.suppress(LostLeadershipError):
@@ -71,37 +72,39 @@ class Leadership:
                     return True
             row = session.scalar(select(LeaderRow).where(LeaderRow.id == _ID).with_for_update())
             if row is None:
-                row = LeaderRow(id=_ID, epoch=0, beat=0, holder="")
+                row = LeaderRow(id=_ID, epoch=0, holder="", renewed_at=0.0)
                 try:
                     with session.begin_nested():
                         session.add(row)
                 except IntegrityError:
                     return False
-            elif not self._is_over(row):
+            now_s = database_time(session)
+            # A renewal in the future means that the clock of the database was set back.
+            if row.holder not in ("", self._server) and abs(now_s - row.renewed_at) < self._lease_s:
                 return False
-            row.epoch, row.beat, row.holder = row.epoch + 1, row.beat + 1, self._holder
+            row.epoch, row.holder, row.renewed_at = row.epoch + 1, self._server, now_s
             epoch = row.epoch
-        self._epoch, self._beat_at = epoch, self._clock()
+        self._epoch, self._renew_at = epoch, self._clock() + self._lease_s / _RENEWALS
         return True
 
-    def beat(self) -> None:
-        """Show that this process lives, where it is time.
+    def renew(self) -> None:
+        """Renew the lease, where it is time.
 
         Raises:
-            LostLeadershipError: Another process leads.
+            LostLeadershipError: Another server leads.
         """
-        if self._clock() - self._beat_at < BEAT_S:
+        if self._clock() < self._renew_at:
             return
         with self._store.writing() as session:
             self.check(session)
-            session.execute(update(LeaderRow).where(LeaderRow.id == _ID).values(beat=LeaderRow.beat + 1))
-        self._beat_at = self._clock()
+            session.execute(update(LeaderRow).where(LeaderRow.id == _ID).values(renewed_at=database_time(session)))
+        self._renew_at = self._clock() + self._lease_s / _RENEWALS
 
     def check(self, session: Session) -> None:
-        """Check that this process leads until the end of a transaction.
+        """Check that this server leads until the end of a transaction.
 
         Raises:
-            LostLeadershipError: Another process leads.
+            LostLeadershipError: Another server leads.
         """
         epoch = session.scalar(select(LeaderRow.epoch).where(LeaderRow.id == _ID).with_for_update())
         if epoch is None or epoch != self._epoch:
@@ -117,27 +120,3 @@ class Leadership:
                 update(LeaderRow).where(LeaderRow.id == _ID, LeaderRow.epoch == self._epoch).values(holder="")
             )
         self._epoch = None
-
-    def _is_over(self, row: LeaderRow) -> bool:
-        """Whether the leader of ``row`` has ended, or has stood still for long."""
-        if not row.holder or _has_ended(row.holder):
-            return True
-        if self._seen != (row.epoch, row.beat):
-            self._seen, self._seen_at = (row.epoch, row.beat), self._clock()
-        return self._clock() - self._seen_at >= PATIENCE_S
-
-
-def _has_ended(holder: str) -> bool:
-    """Whether a process of this machine is surely gone."""
-    host, pid, start = holder.split(" ")
-    return host == socket.gethostname() and start != "" and _start_of(int(pid)) != start
-
-
-def _start_of(pid: int) -> str:
-    """When a process of this machine began, in ticks since its boot, and the boot; empty where there is none."""
-    try:
-        ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except (OSError, IndexError):
-        return ""
-    return f"{boot}:{ticks}"

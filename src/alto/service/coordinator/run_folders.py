@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from collections.abc import Collection
 from pathlib import Path
@@ -13,6 +14,7 @@ from alto.engine.control_plane import checked_task
 from alto.runs import RunDir, load_run_task, replace_file
 from alto.runs.files import writing
 from alto.service.context import Service
+from alto.service.errors import refused
 from alto.service.ids import new_id
 from alto.service.openai.files import artefact_of, find_file
 from alto.service.store.jobs import ENDED
@@ -32,7 +34,8 @@ def make_run(service: Service, job: JobRow) -> None:
 
     Raises:
         AltoError: What is wrong with its rows, or its base model.
-        ApiError: A file was deleted meanwhile.
+        ApiError: A file was deleted meanwhile, or its content is gone.
+        OSError: The store of artefacts, or a disk, refuses now.
     """
     root = service.run_of(job)
     if (root / "task.yaml").exists():
@@ -40,14 +43,12 @@ def make_run(service: Service, job: JobRow) -> None:
     unborn = root.with_name(f".{root.name}.{new_id('new')}")
     try:
         values: dict[str, Any] = dict(job.task)
-        for file, name, key in (
-            (job.training_file, _TRAIN, "dataset"),
-            (job.validation_file, _VALIDATION, "validation_dataset"),
+        for file, name, key, param in (
+            (job.training_file, _TRAIN, "dataset", "training_file"),
+            (job.validation_file, _VALIDATION, "validation_dataset", "validation_file"),
         ):
             if file is not None:
-                with service.store.reading() as session:
-                    row = find_file(session, job.tenant, file, key)
-                service.artefacts.fetch(artefact_of(row), unborn / _ROWS / name)
+                _fetch_rows(service, job.tenant, file, param, unborn / _ROWS / name)
                 values[key] = str(unborn / _ROWS / name)
         # Users resume any job while the task runs; checkpoints are removed when it ends.
         task = checked_task(Task(**values, name=job.id, tenant=job.tenant, report_to="none", keep="all"))
@@ -59,6 +60,25 @@ def make_run(service: Service, job: JobRow) -> None:
         unborn.rename(root)
     finally:
         shutil.rmtree(unborn, ignore_errors=True)
+
+
+def _fetch_rows(service: Service, tenant: str, file: str, param: str, to: Path) -> None:
+    with service.store.reading() as session:
+        name = artefact_of(find_file(session, tenant, file, param))
+    try:
+        service.artefacts.fetch(name, to)
+    except FileNotFoundError:
+        folder = service.artefacts.local_folder("files")
+        if folder is not None and not folder.is_dir():  # a disk that is not mounted has no file of anybody
+            raise OSError(
+                errno.ENODEV, "expected the folder of stored files, found none; is its disk mounted?"
+            ) from None
+        raise refused(
+            f"{param}: expected the content of {file}, found that it is gone from the store of artefacts; upload the "
+            "file again, and create the job with it",
+            param,
+            "file_content_missing",
+        ) from None
 
 
 def settled_task(service: Service, job: JobRow) -> Task:

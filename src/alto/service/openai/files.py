@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 from fastapi import APIRouter, Form, Query, Request, UploadFile
 from fastapi.responses import StreamingResponse
-from sqlalchemy import func, select
+from sqlalchemy import Select, func, select
 from sqlalchemy.orm import Session
 
 from alto.service.access import Caller
@@ -24,6 +24,7 @@ from alto.service.store.replays import RequestMark
 from alto.service.store.tables import FileRow, JobRow, UploadRow
 from alto.service.web.access import Reader, Writer
 from alto.service.web.bodies import BodyRoute
+from alto.service.web.repeats import mark_of
 
 __all__ = [
     "FINE_TUNE",
@@ -35,7 +36,6 @@ __all__ = [
     "find_file",
     "find_upload",
     "keep_file",
-    "mark_of",
     "router",
     "shown_filename",
 ]
@@ -64,7 +64,7 @@ def create(
     expires_after_s = _expiry_s(anchor, seconds)
     digest = sha256_of(file.file)
     name = file.filename or "upload.jsonl"
-    mark = mark_of(request, caller, _hash(digest, purpose, name, str(expires_after_s)))
+    mark = mark_of(request, caller.tenant, _hash(digest, purpose, name, str(expires_after_s)))
     file.file.seek(0)
     row = keep_file(
         service, caller, file.file, filename=name, purpose=purpose, expires_after_s=expires_after_s, mark=mark
@@ -150,10 +150,15 @@ def find_file(session: Session, tenant: str, file: str, param: str = "file_id") 
     Raises:
         ApiError: There is none.
     """
-    row = session.scalar(select(FileRow).where(FileRow.id == file, FileRow.tenant == tenant, _is_there(now())))
+    row = session.scalar(_there(tenant, file))
     if row is None:
         raise not_found("file", file, param)
     return row
+
+
+def _there(tenant: str, file: str) -> Select[FileRow]:
+    """A file of a tenant that is neither deleted nor expired."""
+    return select(FileRow).where(FileRow.id == file, FileRow.tenant == tenant, _is_there(now()))
 
 
 def keep_file(
@@ -203,8 +208,8 @@ def keep_file(
     try:
         with service.store.writing() as session:
             before = mark.find(session) if mark is not None else None
-            if before is not None:
-                return find_file(session, caller.tenant, before)
+            if before is not None and (known := session.scalar(_there(caller.tenant, before))) is not None:
+                return known
             if upload is not None:
                 pending = find_upload(session, caller.tenant, upload, lock=True)
                 if pending.status == "completed" and pending.file is not None:
@@ -236,18 +241,6 @@ def check_purpose(purpose: str) -> None:
     """
     if purpose != FINE_TUNE:
         raise refused(f"purpose: expected {FINE_TUNE!r}, found {purpose[:50]!r}; this service only tunes", "purpose")
-
-
-def mark_of(request: Request, caller: Caller, body_hash: str) -> RequestMark:
-    """What tells whether ``request`` repeats another one."""
-    count = request.headers.get("x-stainless-retry-count", "")
-    return RequestMark(
-        tenant=caller.tenant,
-        path=request.url.path,
-        body_hash=body_hash,
-        key=request.headers.get("idempotency-key", "")[:255],
-        is_retry=count.isdecimal() and count.strip("0") != "",
-    )
 
 
 def find_upload(session: Session, tenant: str, upload: str, *, lock: bool = False) -> UploadRow:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Request
@@ -16,7 +15,7 @@ from alto.service.context import Service, ServiceOf
 from alto.service.errors import ApiError, not_found, refused
 from alto.service.ids import new_id, now
 from alto.service.models import base_model_of
-from alto.service.openai.files import FINE_TUNE, check_quota, find_file, mark_of
+from alto.service.openai.files import FINE_TUNE, check_quota, find_file
 from alto.service.openai.objects import checkpoint_object, event_object, job_object, list_object
 from alto.service.openai.paging import After, Limit
 from alto.service.openai.translation import METHODS, build, task_values
@@ -24,9 +23,11 @@ from alto.service.settings import MOST_NAME_CHARS
 from alto.service.store.events import add_event
 from alto.service.store.jobs import cancel_job, count_open, find_job, pause_job, resume_job
 from alto.service.store.paging import page_of
+from alto.service.store.replays import RequestMark
 from alto.service.store.tables import Checkpoint, JobEvent, JobRow
 from alto.service.web.access import Reader, Writer
 from alto.service.web.bodies import BodyRoute
+from alto.service.web.repeats import mark_of
 
 __all__ = ["JobRequest", "create_job", "draft_of", "router"]
 
@@ -106,13 +107,12 @@ def create(
     priority: Annotated[int | None, Header(alias="alto-priority", ge=0, le=100)] = None,
 ) -> dict[str, Any]:
     """Accept a job: once this is answered, it is kept through any crash, and trained once."""
-    asked = body.model_dump_json() + ("" if priority is None else f" {priority}")
-    mark = mark_of(request, caller, hashlib.sha256(asked.encode()).hexdigest())
+    mark = mark_of(request, caller.tenant, request.state.body_hash)
     return job_object(create_job(service, caller, body, priority=priority, mark=mark))
 
 
 def create_job(
-    service: Service, caller: Caller, body: JobRequest, *, priority: int | None = None, mark: Any = None
+    service: Service, caller: Caller, body: JobRequest, *, priority: int | None = None, mark: RequestMark
 ) -> JobRow:
     """Accept a job of ``caller``.
 
@@ -136,9 +136,11 @@ def create_job(
             )
         values["priority"] = priority
     with service.store.writing() as session:
-        before = mark.find(session) if mark is not None else None
+        before = mark.find(session)
         if before is not None:
-            return find_job(session, caller.tenant, before)
+            known = find_job(session, caller.tenant, before)
+            if mark.key or known.status != "cancelled":  # whoever has cancelled it had its answer
+                return known
         for file, param in ((body.training_file, "training_file"), (body.validation_file, "validation_file")):
             if file is not None:
                 check_usable(session, caller.tenant, file, param)
@@ -180,8 +182,7 @@ def create_job(
         session.add(row)
         add_event(session, row, f"Created fine-tuning job: {row.id}")
         add_event(session, row, f"Validating training file: {row.training_file}")
-        if mark is not None:
-            mark.note(session, "job", row.id)
+        mark.note(session, "job", row.id)
     service.work.set()
     return row
 

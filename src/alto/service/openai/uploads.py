@@ -23,13 +23,13 @@ from alto.service.openai.files import (
     find_file,
     find_upload,
     keep_file,
-    mark_of,
     shown_filename,
 )
 from alto.service.openai.objects import part_object, upload_object
 from alto.service.store.tables import PartRow, UploadRow
 from alto.service.web.access import Writer
 from alto.service.web.bodies import BodyRoute
+from alto.service.web.repeats import mark_of
 
 __all__ = ["router"]
 
@@ -68,11 +68,13 @@ def create(request: Request, service: ServiceOf, caller: Writer, body: _Upload) 
     check_purpose(body.purpose)
     if body.bytes > service.settings.max_upload_bytes:
         raise refused(f"bytes: expected at most {service.settings.max_upload_bytes}, found {body.bytes}", "bytes")
-    mark = mark_of(request, caller, hashlib.sha256(body.model_dump_json().encode()).hexdigest())
+    mark = mark_of(request, caller.tenant, request.state.body_hash)
     with service.store.writing() as session:
         before = mark.find(session)
         if before is not None:
-            return upload_object(find_upload(session, caller.tenant, before))
+            known = find_upload(session, caller.tenant, before)
+            if mark.key or known.status != "cancelled":  # whoever has cancelled it had its answer
+                return upload_object(known)
         check_quota(service, session, caller, body.bytes)
         row = UploadRow(
             id=new_id("upload"),
@@ -99,7 +101,7 @@ def add_part(request: Request, service: ServiceOf, caller: Writer, upload_id: st
         raise refused("data: expected bytes, found none", "data")
     if num_bytes > _MAX_PART_BYTES:
         raise ApiError(413, f"data: expected at most {_MAX_PART_BYTES} bytes a part, found {num_bytes}", param="data")
-    mark = mark_of(request, caller, digest)
+    mark = mark_of(request, caller.tenant, digest)
     row = PartRow(id=new_id("part"), upload=upload_id, created_at=now(), num_bytes=num_bytes)
     with service.store.reading() as session:
         check_pending(find_upload(session, caller.tenant, upload_id))

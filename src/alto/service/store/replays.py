@@ -1,30 +1,63 @@
-"""Repeated requests: what was created once is found again.
+"""Repeated requests: what was created once is found again, and only what was carried out is remembered.
 
-Clients repeat a request whose answer was lost, and say so by the header ``x-stainless-retry-count``; some send an
-``Idempotency-Key``. The record of a request is written with what it creates, in one transaction.
+Clients repeat a request whose answer was lost, and one that was refused for now (429, 503). They say so by the header
+``x-stainless-retry-count``; some send an ``Idempotency-Key``. The record of a request is written with what it creates,
+in one transaction. A request without a key is known by its body alone. So where such a request is refused at its first
+attempt, the record of an equal one before it is forgotten: its repetitions are to create an object of their own.
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass, field
 
 from sqlalchemy import delete, func, select
 from sqlalchemy.orm import Session
 
 from alto.service.errors import refused
 from alto.service.ids import now
+from alto.service.store.store import Store
 from alto.service.store.tables import ReplayRow
 
-__all__ = ["WINDOW_S", "RequestMark", "forget_old_replays"]
+__all__ = ["WINDOW_S", "Refusals", "RequestMark", "forget_old_replays"]
 
 WINDOW_S = 24 * 3600
 """How long an idempotency key is remembered."""
 RETRY_WINDOW_S = 600
 """How long after a request its repetition without a key may come."""
+_MOST_REFUSALS = 10_000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusals:
+    """Requests whose older records could not be forgotten, as the database did not answer. Used by any thread."""
+
+    def __init__(self) -> None:
+        self._created: OrderedDict[str, str] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def add(self, digest: str, created: str) -> None:
+        """Hide all records of ``digest`` but the one of ``created``, which may have been committed."""
+        with self._lock:
+            self._created[digest] = created
+            self._created.move_to_end(digest)
+            if len(self._created) > _MOST_REFUSALS:
+                self._created.popitem(last=False)
+
+    def settle(self, digest: str, created: str) -> None:
+        """Show the record of ``created``, which follows those that are hidden."""
+        with self._lock:
+            if digest in self._created:
+                self._created[digest] = created
+
+    def hides(self, digest: str, created: str) -> bool:
+        """Whether the record of ``created`` is hidden."""
+        with self._lock:
+            return self._created.get(digest, created) != created
+
+
+@dataclass(slots=True, kw_only=True)
 class RequestMark:
     """What tells a repeated request from a new one.
 
@@ -33,6 +66,8 @@ class RequestMark:
         body_hash: SHA-256 of the body, as hexadecimal digits.
         key: Its idempotency key; empty where it has none.
         is_retry: Whether the client says that it repeats a request.
+        refusals: Those of the service.
+        created: Id of what this request creates; empty before :meth:`note`.
     """
 
     tenant: str
@@ -40,6 +75,8 @@ class RequestMark:
     body_hash: str
     key: str = ""
     is_retry: bool = False
+    refusals: Refusals = field(default_factory=Refusals)
+    created: str = ""
 
     @property
     def digest(self) -> str:
@@ -61,6 +98,8 @@ class RequestMark:
         found = session.get(ReplayRow, self.digest, with_for_update=True)
         if found is None or found.created_at < now() - (WINDOW_S if self.key else RETRY_WINDOW_S):
             return None
+        if self.refusals.hides(self.digest, found.id):
+            return None
         if found.body_hash != self.body_hash:
             raise refused(
                 "Idempotency-Key: expected one of its own for every request, found one that was used for another "
@@ -72,7 +111,30 @@ class RequestMark:
 
     def note(self, session: Session, kind: str, created: str) -> None:
         """Note what the request creates."""
+        self.created = created
+        self.refusals.settle(self.digest, created)
         session.merge(ReplayRow(digest=self.digest, body_hash=self.body_hash, kind=kind, id=created, created_at=now()))
+
+    def forget_older(self, store: Store, *, has_database: bool) -> None:
+        """Forget what an equal request before has created, as this one was refused; a repetition forgets nothing.
+
+        Args:
+            store: The database.
+            has_database: Whether the database answers. If not, this process alone remembers that it is to forget.
+
+        Raises:
+            SQLAlchemyError: The database cannot be used.
+        """
+        if self.key or self.is_retry:
+            return
+        if not has_database:
+            self.refusals.add(self.digest, self.created)
+            return
+        with store.reading() as session:
+            found = session.get(ReplayRow, self.digest)
+        if found is not None and found.id != self.created:
+            with store.writing() as session:
+                session.execute(delete(ReplayRow).where(ReplayRow.digest == self.digest, ReplayRow.id == found.id))
 
 
 def forget_old_replays(session: Session) -> None:

@@ -11,18 +11,21 @@ from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import Engine, create_engine, event, make_url
+from sqlalchemy import Engine, create_engine, event, make_url, text
 from sqlalchemy.engine import URL, Connection
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from alto.errors import ServiceError
 
-__all__ = ["Store"]
+__all__ = ["Store", "database_time"]
 
 MIGRATIONS = Path(__file__).parent / "migrations"
 BUSY_S = 30.0
 """Longest wait for another writer of an SQLite file."""
+STALLED_S = 30.0
+"""PostgreSQL ends a transaction whose server was silent for so long: a leader that stands still, or whose machine is
+gone, would keep the row of the leader locked, and nobody could lead."""
 
 _WRITES = "alto_writes"
 _COMMON: Mapping[str, Any] = {"hide_parameters": True}
@@ -88,6 +91,16 @@ class Store:
         self._engine.dispose()
 
 
+def database_time(session: Session) -> float:
+    """Return the present time of the database's clock, in unix seconds; the same clock for all servers."""
+    # The time of the call: `now()` is when the transaction began, which may have waited for a lock since.
+    clocks = {
+        "postgresql": "SELECT CAST(extract(epoch FROM clock_timestamp()) AS double precision)",
+        "sqlite": "SELECT (julianday('now') - 2440587.5) * 86400.0",
+    }
+    return float(session.execute(text(clocks[session.get_bind().dialect.name])).scalar_one())
+
+
 def _checked(url: str) -> URL:
     try:
         found = make_url(url)
@@ -104,13 +117,20 @@ def _checked(url: str) -> URL:
 
 def _engine(url: URL) -> Engine:
     if url.get_backend_name() != "sqlite":
-        return create_engine(url, pool_pre_ping=True, pool_size=20, max_overflow=20, **_COMMON)
+        engine = create_engine(url, pool_pre_ping=True, pool_size=20, max_overflow=20, **_COMMON)
+        event.listen(engine, "connect", _on_connect_to_server)
+        return engine
     engine = create_engine(
         url, connect_args={"timeout": BUSY_S, "check_same_thread": False}, pool_size=20, max_overflow=30, **_COMMON
     )
     event.listen(engine, "connect", _on_connect)
     event.listen(engine, "begin", _on_begin)
     return engine
+
+
+def _on_connect_to_server(connection: Any, _: object) -> None:
+    connection.execute(f"SET idle_in_transaction_session_timeout = {int(1000 * STALLED_S)}")
+    connection.commit()
 
 
 def _on_connect(connection: Any, _: object) -> None:

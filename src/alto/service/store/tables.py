@@ -276,17 +276,17 @@ class ReplayRow(Base):
 
 
 class LeaderRow(Base):
-    """The one server that drives the control plane.
+    """The one server that drives the control plane: its lease.
 
     Attributes:
-        epoch: Counts leaders. What an earlier one writes is refused.
-        beat: Counts its signs of life; others take over once it has stood still for long, on their own clocks.
-        holder: Machine, process and start of the leader.
+        epoch: Number of the present leader, larger than that of any before it, whose writes are refused.
+        holder: A random id of the leader, new at each of its starts; empty where none leads.
+        renewed_at: When the holder last renewed its lease, by the clock of the database.
     """
 
     __tablename__ = "leader"
 
     id: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
     epoch: Mapped[int] = mapped_column(BigInteger)
-    beat: Mapped[int] = mapped_column(BigInteger)
     holder: Mapped[str] = mapped_column(Text)
+    renewed_at: Mapped[float] = mapped_column(Float)

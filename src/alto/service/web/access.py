@@ -40,9 +40,10 @@ def caller(request: Request) -> Caller:
             _check_local(request)
             found = service.open_caller
     check_origin(request)
+    request.state.tenant = found.tenant
     limit = found.requests_per_s
     service.rates.take(found.tenant, service.settings.requests_per_s if limit is None else limit)
-    request.state.caller, request.state.tenant = found, found.tenant
+    request.state.caller = found
     return found
 
 

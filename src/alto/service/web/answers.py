@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from alto.errors import AltoError, RunWriteError
 from alto.service.errors import ApiError
 from alto.service.web.counts import RequestCounts
+from alto.service.web.repeats import forget_older
 
 __all__ = ["ERROR_ANSWERS", "ErrorAnswer", "RequestIds", "add_error_answers"]
 
@@ -140,7 +141,8 @@ def add_error_answers(app: FastAPI, error_page: Callable[[Request, ApiError], Re
     app.add_exception_handler(Exception, _on_error)
 
 
-def _answer(request: Request, error: ApiError) -> Response:
+def _answer(request: Request, error: ApiError, *, has_database: bool = True) -> Response:
+    forget_older(request, has_database=has_database)
     if "text/html" in request.headers.get("accept", ""):
         found: Response = request.app.state.error_page(request, error)
         return found
@@ -182,6 +184,7 @@ def _on_database_error(request: Request, error: Exception) -> Response:
             code="database_unavailable",
             headers={"Retry-After": "2"},
         ),
+        has_database=False,
     )
 
 

@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from alto.service.errors import ApiError, refused
 from alto.service.web.access import caller
+from alto.service.web.repeats import hash_of_json, mark_of
 
 __all__ = ["BodyRoute", "check_values"]
 
@@ -34,14 +35,21 @@ class BodyRoute(APIRoute):
         async def checked(request: Request) -> Response:
             if self.body_field is None:
                 return await handle(request)
-            await run_in_threadpool(caller, request)
             kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+            is_form = kind in ("multipart/form-data", "application/x-www-form-urlencoded")
+            try:
+                await run_in_threadpool(caller, request)
+            except ApiError as error:
+                if error.status == 429 and not is_form:  # it comes again, and must be known then
+                    mark_of(request, request.state.tenant, hash_of_json(await request.body()))
+                raise
             # Both are kept by the request, and the framework finds them there: it would hide the error of a body that
             # is too long.
-            if kind in ("multipart/form-data", "application/x-www-form-urlencoded"):
+            if is_form:
                 await request.form(max_files=_MOST_FILES, max_fields=_MOST_FIELDS, max_part_size=_MOST_FIELD_BYTES)
             else:
                 body = await request.body()
+                request.state.body_hash = hash_of_json(body)
                 if body and (kind == "application/json" or kind.endswith("+json")):
                     request._json = _parsed(body)
             return await handle(request)

@@ -1,0 +1,23 @@
+"""lease of the leader"""
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0002"
+down_revision = "0001"
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    # The time of the last renewal is long ago, so that a server of this version leads at once: a leader of an older
+    # version finds its epoch over.
+    with op.batch_alter_table("leader", schema=None) as batch_op:
+        batch_op.add_column(sa.Column("renewed_at", sa.Float(), nullable=False, server_default="0"))
+        batch_op.drop_column("beat")
+
+
+def downgrade() -> None:
+    with op.batch_alter_table("leader", schema=None) as batch_op:
+        batch_op.add_column(sa.Column("beat", sa.BigInteger(), nullable=False, server_default="0"))
+        batch_op.drop_column("renewed_at")
