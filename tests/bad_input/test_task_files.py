@@ -203,7 +203,7 @@ def test_more_than_can_be_read_back_is_no_task() -> None:
         ("search_space.0.lr=1", "search_space has the unknown key '0'"),
         ("model.x=1", "reaches into 'model', expected a mapping there, found 'alto-tiny'"),
         ("lr=!!set 0", "expected a mapping node, but found scalar"),
-        ("lr=!!set {a, b}", "learning_rate (the peak learning rate) should be"),
+        ("lr=!!set {a, b}", "lr (learning_rate, the peak learning rate) should be"),
         ("\udcff=1", r"the unknown key '\udcff'"),
         ("dataset=\udcff.jsonl", "should be valid YAML"),
         ("name=../../x", "name should be a file name"),
