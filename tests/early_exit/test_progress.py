@@ -74,6 +74,7 @@ def test_rungs_that_come_too_early_are_noted() -> None:
     (note,) = rung_notes(rungs, [20, 400, 30])
     assert note.startswith("2 of 3 jobs have so few steps (the shortest 20)")
     assert "selection would happen after one step; use later rungs, for example early_exit: {rungs:" in note
+    assert note.endswith("[[0.25, 0.5]]}."), "one remedy"
     assert rung_notes(rungs, [41, 400]) == ()
     assert rung_notes((), [1]) == ()
 

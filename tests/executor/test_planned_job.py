@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from alto.early_exit import policy_from
 from alto.executor import resolve_rungs
 from alto.spec import Task
 
@@ -13,6 +14,17 @@ def rungs_of(num_rows: int = 720, **changes: object) -> list[tuple[float, float]
     resolved = resolve_rungs(Task(**settings), num_rows).early_exit
     assert resolved.preset is None
     return [(rung.progress, rung.keep) for rung in resolved.selection_rungs]
+
+
+@pytest.mark.parametrize(("space", "selects"), [({}, False), ({"seed": [1, 2]}, False), ({"lr": [1e-3, 1e-4]}, True)])
+def test_a_single_configuration_is_not_selected_from(space: dict[str, list[float]], selects: bool) -> None:
+    task = Task(model="alto-tiny", dataset="rows.jsonl", search_space=space)
+    assert bool(policy_from(resolve_rungs(task, 720).early_exit).rungs) is selects
+
+
+def test_a_run_that_an_earlier_version_began_selects_as_it_did() -> None:
+    task = Task(model="alto-tiny", dataset="rows.jsonl")
+    assert resolve_rungs(task, 720, begins=False).early_exit == task.early_exit.resolved()
 
 
 def test_without_a_rise_the_rungs_of_the_preset_stay() -> None:

@@ -16,7 +16,7 @@ from profiles import MEASURED, MIB, measured_at_once
 from tiny import load_tiny, make_task, read_journal
 
 from alto.engine import Engine
-from alto.errors import DeviceMemoryError, ProfileError
+from alto.errors import DeviceMemoryError, ProfileError, SpecError
 from alto.executor import TaskContext, cache
 from alto.executor.profiling import measure, meter, pack, plan, planning, profile
 from alto.executor.profiling.measure import Measured, Packing, packings
@@ -349,3 +349,29 @@ def test_the_peak_of_a_process_is_that_of_what_it_held_since_the_reset():
     del held
     assert meter.capacity_bytes(CPU) > before
     assert meter.capacity_bytes(CPU, 4) == pytest.approx(meter.capacity_bytes(CPU) / 4, abs=4)
+
+
+@pytest.mark.parametrize(
+    ("budget", "remedy"),
+    [
+        ({"duration_s": 1e-3}, "found duration_s 0.001. Raise duration_s to "),
+        ({"cost": 0.001, "gpu_hour_price": 10**6}, "which pays for 3.6e-06 s. Raise cost to "),
+    ],
+)
+@pytest.mark.parametrize("limits", [{}, {"max_slots": 2, "max_tokens_per_step": 512, "max_tokens_per_pass": 512}])
+def test_a_budget_that_finishes_no_job_is_refused_before_the_start(
+    budget: dict[str, float], remedy: str, limits: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    measured_at_once(monkeypatch)
+    task = make_task(tmp_path, search={"budget": budget}, gradient_checkpointing=False, **limits)
+    for ask in (plan, pack):
+        with pytest.raises(SpecError, match="expected enough to train one configuration to its end") as caught:
+            ask(context_of(task))
+        assert remedy in str(caught.value)
+
+
+def test_a_budget_that_finishes_one_job_is_measured_and_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    measured_at_once(monkeypatch)
+    assert pack(context_of(make_task(tmp_path)))[1] is None
+    task = make_task(tmp_path, search={"budget": {"duration_s": 10**6}})
+    assert pack(context_of(task))[1] is not None

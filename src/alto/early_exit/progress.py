@@ -105,7 +105,7 @@ def _hasty_notes(rungs: Sequence[Rung], steps: Sequence[int]) -> tuple[str, ...]
     return (
         f"{hasty} of {len(steps)} jobs have so few steps (the shortest {min(steps)}) that rungs fall on their first "
         "step or on one another: selection would happen after one step; use later rungs, for example "
-        "early_exit: {rungs: [[0.25, 0.5]]}, or train longer.",
+        "early_exit: {rungs: [[0.25, 0.5]]}.",
     )
 
 

@@ -211,9 +211,8 @@ class TaskRunner:
             objective.check(split, [job.config for job in task.jobs])
         scoring = task.select_by
         judge = None if scoring == "metric" else FinalistJudge(rows.validation, backbone, task.model, scoring)
-        context = TaskContext.of(
-            resolve_rungs(task, len(data.train)), backbone, data, self.ranks, start=read_start(task, backbone)
-        )
+        task = resolve_rungs(task, len(data.train), begins=resume_state is None or not resume_state.lines)
+        context = TaskContext.of(task, backbone, data, self.ranks, start=read_start(task, backbone))
         sampler = _sampler(task, rows, backbone)
         return _Prepared(trackers=trackers, context=context, judge=judge, sampler=sampler, base=base)
 

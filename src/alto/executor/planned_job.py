@@ -135,14 +135,18 @@ def _adapter_settings(config: JobConfig) -> tuple[object, ...]:
     return tuple(getattr(config, key) for key in (*SHAPE_FIELDS, "optim"))
 
 
-def resolve_rungs(task: Task, num_rows: int) -> Task:
+def resolve_rungs(task: Task, num_rows: int, *, begins: bool = True) -> Task:
     """``task`` with explicit rungs: the rungs of a preset come after the learning-rate warmup of every job; where
-    answers choose among finalists, all finalists train to their end. A population is ranked at every interval.
+    answers choose among finalists, all finalists train to their end. A population is ranked at every interval. A single
+    configuration has nothing to be selected from.
 
     Args:
         num_rows: Rows of the training split.
+        begins: False for a run that is resumed: it keeps selecting as it began, also where an earlier version began it.
     """
     early_exit, search = task.early_exit, task.search
+    if begins and _is_one_configuration(task):
+        early_exit = early_exit.replace(select=False)
     if search.algorithm == "pbt" and not early_exit.has_own_rungs:
         keep = 1 - search.exchanged
         early_exit = early_exit.replace(
@@ -156,3 +160,10 @@ def resolve_rungs(task: Task, num_rows: int) -> Task:
         early_exit = early_exit.replace(finish_from=1.0)
     shares = [job.config.lr_warmup_share(job.config.total_steps(num_rows)) for job in task.jobs]
     return task.replace(early_exit=early_exit.resolved(lr_warmup=max(shares)))
+
+
+def _is_one_configuration(task: Task) -> bool:
+    """Whether all jobs of ``task`` are alike but for their seeds, its search adds none and no rungs are scored."""
+    has_scored_rungs = task.scoring is not None and bool(task.scoring.rungs)
+    is_fixed = task.search.algorithm in ("grid", "random") and not has_scored_rungs
+    return is_fixed and len({job.config.replace(seed=0) for job in task.jobs}) == 1

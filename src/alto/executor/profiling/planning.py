@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from alto.errors import DeviceMemoryError
+from alto.errors import DeviceMemoryError, SpecError
 from alto.executor.context import TaskContext
 from alto.executor.planned_job import PlannedJob
 from alto.executor.profiling.disk import disk_bytes
@@ -28,9 +28,9 @@ from alto.scheduler import (
     expected_duration_s,
     saturation,
 )
-from alto.spec import Task
+from alto.spec import Budget, Task
 
-__all__ = ["USUAL_TOKENS_PER_PASS", "pack", "plan"]
+__all__ = ["USUAL_TOKENS_PER_PASS", "check_budget", "pack", "plan"]
 
 USUAL_TOKENS_PER_PASS = {"cpu": 4096, "cuda": 16384}
 """Tokens beyond which a larger micro-batch is not faster: they fill a CPU's caches, or a GPU with a small base."""
@@ -49,8 +49,9 @@ def _has_open_limits(task: Task) -> bool:
 def pack(context: TaskContext, *, on_measuring: Callable[[], None] = lambda: None) -> tuple[Task, TaskPlan | None]:
     """The task with every limit set, and the plan that set them.
 
-    On a GPU, and where a CPU's memory may not be enough, the task is profiled first, unless a profile is cached.
-    Elsewhere a cached profile is used; without one, default limits apply and the plan is None.
+    On a GPU, where a CPU's memory may not be enough, and where the task has a budget of time, the task is profiled
+    first, unless a profile is cached. Elsewhere a cached profile is used; without one, default limits apply and the
+    plan is None.
 
     Args:
         context: The task.
@@ -58,14 +59,23 @@ def pack(context: TaskContext, *, on_measuring: Callable[[], None] = lambda: Non
 
     Raises:
         DeviceMemoryError: The task cannot fit; the message states what does.
+        SpecError: No job can be finished within the budget; the message states the time that would do.
     """
     task = context.task
-    if not _has_open_limits(task):
+    has_time_limit = task.search.budget.max_duration_s(context.ranks.size) is not None
+    if not _has_open_limits(task) and not has_time_limit:
         return task, None
     device = context.backbone.device
-    if device.type == "cpu" and _is_roomy(context) and not context.ranks.broadcast(_is_profiled(context), bool):
+    if (
+        device.type == "cpu"
+        and not has_time_limit
+        and _is_roomy(context)
+        and not context.ranks.broadcast(_is_profiled(context), bool)
+    ):
         return _with_usual_limits(task), None
     found = plan(context, on_measuring=on_measuring)
+    if not _has_open_limits(task):
+        return task, found
     return (
         task.replace(
             max_slots=found.max_slots,
@@ -96,6 +106,7 @@ def plan(context: TaskContext, *, on_measuring: Callable[[], None] = lambda: Non
     Raises:
         DeviceMemoryError: The task cannot fit; the message states what does.
         ProfileError: It could not be measured.
+        SpecError: No job can be finished within the budget; the message states the time that would do.
     """
     task = context.task
     if task.gradient_checkpointing != "auto":
@@ -132,6 +143,10 @@ def _plan(context: TaskContext, task: Task, on_measuring: Callable[[], None], *,
     limits = ResidentLimits(num_slots=packing.max_slots, max_tokens=packing.max_tokens_per_step)
     # An evaluation that is a job's best so far, as most are, reads the test rows too.
     validation_tokens = sum(split.num_tokens for split in context.data.splits[1:])
+    alone_s = [
+        estimate_duration_s([work], profile.throughput, limits, validation_tokens=validation_tokens) for work in works
+    ]
+    check_budget(task.search.budget, min(alone_s), context.ranks.size)
     duration_s = estimate_duration_s(works, profile.throughput, limits, validation_tokens=validation_tokens)
     # In a population a copy trains on in the place of each job that ends.
     rungs = () if task.search.algorithm == "pbt" else context.policy.rungs
@@ -180,6 +195,28 @@ def _usual_tokens(device: torch.device, throughput: Throughput) -> int:
     and memory that brings no speed is left to other programs."""
     usual = USUAL_TOKENS_PER_PASS[device.type]
     return min(usual, saturation(throughput.points)) if device.type == "cpu" else usual
+
+
+def check_budget(budget: Budget, shortest_s: float, num_gpus: int) -> None:
+    """Check that a budget of time or money finishes one job at least.
+
+    Args:
+        shortest_s: Expected seconds of the job that takes the least, when it trains alone.
+
+    Raises:
+        SpecError: It does not; the message states what would do.
+    """
+    limit_s = budget.max_duration_s(num_gpus)
+    if limit_s is None or shortest_s <= limit_s:
+        return
+    found, enough = f"duration_s {limit_s:g}", f"duration_s to {math.ceil(shortest_s)}"
+    if limit_s != budget.duration_s and budget.gpu_hour_price is not None:
+        cost = math.ceil(100 * shortest_s / 3600 * num_gpus * budget.gpu_hour_price) / 100
+        found, enough = f"cost {budget.cost:g}, which pays for {limit_s:.3g} s", f"cost to {cost:g}"
+    raise SpecError(
+        f"search.budget: expected enough to train one configuration to its end, which takes about "
+        f"{math.ceil(shortest_s)} s for the shortest, found {found}. Raise {enough} at least, or train fewer steps."
+    )
 
 
 def _unsteady_notes(throughput: Throughput) -> tuple[str, ...]:
