@@ -181,7 +181,7 @@ class Trainer:
         kl = self._divergences.estimate(batches, self._forward_context)
         has_balance = any(job.planned.router_aux_loss_coef for job in jobs)
         self.balance = balance = RouterBalance(self._backbone, batches, self._ranks) if has_balance else None
-        work, num_micro_batches = self._share.work(batches)
+        work, num_micro_batches = self._share.work(batches, is_step=True)
         losses: Tensor | None = None
 
         def train(parts: Sequence[JobRows]) -> None:
@@ -244,7 +244,7 @@ class Trainer:
         jobs = [job for job in jobs if job.step + 1 < job.total_steps]
         here = self._share.here(jobs)
         try:
-            work, _ = self._share.work(_batches(jobs, steps_ahead=1))
+            work, _ = self._share.work(_batches(jobs, steps_ahead=1), is_step=True)
             for parts in self.micro_batches.split(work):
                 batch = self._share.collate(parts)
                 self._prepared.add(parts, batch, schedule_of(batch, here, training=True, steps_ahead=1))
