@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from alto.backbone import Backbone, release_memory
+from alto.backbone import Backbone, is_out_of_memory, release_memory
 from alto.data import EvaluationSplit, JobRows, share_rows
 from alto.errors import DeviceMemoryError
 from alto.executor.context import TaskContext
@@ -238,7 +238,11 @@ class Trainer:
         """Make the batches of the step after this one, which ``jobs`` have not counted yet, and send them to the
         device. Called after :meth:`update` and before :meth:`read`: the device computes meanwhile.
 
-        A step of other jobs, or with smaller micro-batches, makes its own batches.
+        A step of other jobs, or with smaller micro-batches, makes its own batches, and so does one whose batches do not
+        fit into memory beside those of the present step.
+
+        Raises:
+            Exception: A batch cannot be made: rows that cannot be read, for example.
         """
         self._prepared.forget()
         jobs = [job for job in jobs if job.step + 1 < job.total_steps]
@@ -248,9 +252,10 @@ class Trainer:
             for parts in self.micro_batches.split(work):
                 batch = self._share.collate(parts)
                 self._prepared.add(parts, batch, schedule_of(batch, here, training=True, steps_ahead=1))
-        except Exception:
-            # The next step meets the same, rows that cannot be read or missing memory, and reports it as its own.
+        except Exception as error:
             self._prepared.forget()
+            if not is_out_of_memory(error):
+                raise
 
     def read(self, losses: Tensor) -> list[float]:
         """The losses of :meth:`backward`, over all ranks. Read last: this is the first host-device synchronisation of
