@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from sqlalchemy import delete, func, select
 from sqlalchemy.orm import Session
 
-from alto.service.errors import refused
+from alto.service.errors import ReusedKeyError
 from alto.service.ids import now
 from alto.service.store.tables import ReplayRow
 
@@ -51,7 +51,7 @@ class RequestMark:
         """Id of what the request has created before; None where it is a new one.
 
         Raises:
-            ApiError: The key was used for another request.
+            ReusedKeyError: The key was used for another request.
         """
         if session.get_bind().dialect.name == "postgresql":
             # An equal request that comes before the end of this transaction waits for it.
@@ -62,11 +62,8 @@ class RequestMark:
         if found is None or found.created_at < now() - (WINDOW_S if self.key else RETRY_WINDOW_S):
             return None
         if found.body_hash != self.body_hash:
-            raise refused(
-                "Idempotency-Key: expected one of its own for every request, found one that was used for another "
-                "body; send a new key",
-                "Idempotency-Key",
-                "idempotency_key_reused",
+            raise ReusedKeyError(
+                "expected one of its own for every request, found one that was used for another body; send a new key"
             )
         return found.id
 
