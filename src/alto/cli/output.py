@@ -139,7 +139,7 @@ def print_json(facts: Mapping[str, Any]) -> None:
 
 def result_facts(result: TaskResult) -> dict[str, Any]:
     """A task's result as plain values."""
-    return {**dataclasses.asdict(result.outcome), "samples_saved": result.samples_saved}
+    return {**dataclasses.asdict(result.outcome), "notes": result.notes, "samples_saved": result.samples_saved}
 
 
 def _strict(value: Any) -> Any:
