@@ -6,7 +6,7 @@ from importlib import metadata
 
 __all__ = ["__version__", "version_of"]
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 """Of this source, whether it is installed or only on the path; the build reads it from here."""
 
 

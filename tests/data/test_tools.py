@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import re
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ pytest.importorskip("pyarrow", reason="needs the data extra: pip install 'alto-l
 import pyarrow as pa
 import pyarrow.parquet as pq
 from tiny import load_tokenizer
+from transformers import AutoTokenizer
 
 from alto.data import Conversation, EncodedRow, Message, TaskRows, encode_conversation, encode_prompt, read_task_rows
 from alto.data.convert import to_conversation, to_pair
@@ -24,6 +26,7 @@ from alto.data.formats import find_layout
 from alto.data.rows import RawRow
 from alto.errors import BadRowsError, DataError, DataFormatError
 from alto.spec import Task
+from alto.spec.chat_template import chat_template_text
 
 WEATHER = {"type": "function", "function": {"name": "weather", "description": "Rain.", "parameters": {}}}
 OSLO = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
@@ -348,3 +351,70 @@ def test_rows_whose_calls_no_template_shows_are_named_by_file_and_line_and_expla
     numbers = [int(number) for number in re.findall(r"(?<=[: ])\d+(?=[:,]|$)", f"{first.split(': ')[0]}:, {others}")]
     assert len(numbers) > 5
     assert all(number % 2 == 0 for number in numbers)
+
+
+SMOLLM2_TEMPLATE = (
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou "
+    "are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + "
+    "message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.fixture
+def chatml() -> Any:
+    """A tokenizer with the special tokens and the template of SmolLM2, or SmolLM2's own in the folder
+    ``ALTO_TEST_SMOLLM2``."""
+    if folder := os.environ.get("ALTO_TEST_SMOLLM2"):
+        return AutoTokenizer.from_pretrained(folder)
+    tokenizer = load_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"], "eos_token": "<|im_end|>"})
+    tokenizer.chat_template = SMOLLM2_TEMPLATE
+    return tokenizer
+
+
+def test_calls_under_a_template_without_tools_are_refused_with_one_that_trains_them(
+    tmp_path: Path, chatml: Any
+) -> None:
+    turns = [ASKED, calling(OSLO, ROME), RESULT, {**RESULT, "content": "sun"}, REPLY]
+    rows = [{"messages": turns, "tools": [WEATHER]}] * 12
+    with pytest.raises(DataError, match="set chat_template: chatml-tools, which shows them, or leave"):
+        read(tmp_path, rows).encode(chatml)
+
+    task = Task(model="alto-tiny", dataset=str(tmp_path / "rows.jsonl"), chat_template="chatml-tools")
+    chatml.chat_template = task.base_model.chat_template
+    encoded = read(tmp_path, rows).encode(chatml)
+    assert (len(encoded.train), encoded.train.num_shortened) == (12, 0)
+    assert not any("does not show" in note for note in encoded.notes)
+    [row] = encode_conversation(convert(rows[0]), chatml)
+    text = shown(row, chatml)
+    assert text.startswith("<|im_start|>system\n# Tools\n")
+    assert json.dumps(WEATHER) in text
+    assert text.count("<|im_start|>user\n<tool_response>\nrain\n</tool_response>\n<tool_response>\nsun\n") == 1
+    called, said = trained(row, chatml).removesuffix("\n").split("<|im_end|>")[:2]
+    assert said.strip() == "It rains."
+    calls = [json.loads(call) for call in re.findall(r"<tool_call>\n(.*?)\n</tool_call>", called)]
+    assert calls == [OSLO["function"], ROME["function"]]
+    assert re.sub(r"<tool_call>\n.*?\n</tool_call>", "", called).strip() == ""
+    assert row.input_ids[-2:].count(chatml.eos_token_id) == 1
+    prompt = encode_prompt(convert(rows[0])[:1], chatml)
+    assert row.input_ids[: len(prompt)] == tuple(prompt)
+
+
+def test_a_call_beside_text_under_the_shipped_template(chatml: Any) -> None:
+    chatml.chat_template = chat_template_text("chatml-tools")
+    system = {"role": "system", "content": "Be brief."}
+    given = {"name": "f", "arguments": {"text": 'say "å"\n'}}
+    [row] = encode_conversation(convert({"messages": [system, ASKED, calling(given, content="Wait.")]}), chatml)
+    written = json.dumps(given, ensure_ascii=False)
+    assert trained(row, chatml).strip() == f"Wait.\n<tool_call>\n{written}\n</tool_call><|im_end|>"
+    assert shown(row, chatml).startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nRain?<|im_end|>\n")
+    arguments = {**given, "arguments": json.dumps(given["arguments"], ensure_ascii=False)}  # as OpenAI's clients send
+    turn = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": arguments}]}
+    assert written in chatml.apply_chat_template([ASKED, turn], tokenize=False)
+
+
+def test_calls_that_are_not_shown_beside_text_are_noted_with_the_remedy(tmp_path: Path, chatml: Any) -> None:
+    rows = [{"messages": [ASKED, calling(OSLO, content="Wait."), RESULT, REPLY]}] * 12
+    notes = read(tmp_path, rows).encode(chatml).notes
+    assert any("tool_calls (of 12 of 12 messages); set chat_template: chatml-tools" in note for note in notes)

@@ -21,7 +21,7 @@ from alto.data.convert import to_conversation
 from alto.data.formats import find_layout
 from alto.data.rows import RawRow
 from alto.errors import DataFormatError, SpecError
-from alto.spec import Task
+from alto.spec import Task, load_task
 
 TURNS = [
     {"role": "system", "content": "Be brief."},
@@ -153,7 +153,10 @@ def test_a_task_sets_the_template_by_text_or_by_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("absent.jinja", "should be a Jinja text with .* or a file of it, found 'absent.jinja': No such file"),
+        (
+            "absent.jinja",
+            "should be a Jinja text with .*, a file of it, or chatml-tools, found 'absent.jinja': No such file",
+        ),
         ("{{ x", "chat_template: expected a Jinja template, found a text that is none .* in line 1"),
     ],
 )
@@ -163,3 +166,15 @@ def test_no_template(tmp_path: Path, template: str, message: str) -> None:
 
     with pytest.raises(AltoError, match=message):
         load(make_task(tmp_path, chat_template=template).base_model)
+
+
+def test_the_name_of_the_shipped_template_is_no_path(tmp_path: Path) -> None:
+    (tmp_path / "chatml-tools").write_text("{{ 'a file' }}", encoding="utf-8")
+    (tmp_path / "task.yaml").write_text(
+        "model: alto-tiny\ndataset: alto/word-problems\nchat_template: chatml-tools\n", encoding="utf-8"
+    )
+    task = load_task(tmp_path / "task.yaml")
+    assert task.chat_template == "chatml-tools"
+    assert "<tool_call>" in (task.base_model.chat_template or "")
+    named = load_task(tmp_path / "task.yaml", ["chat_template=" + str(tmp_path / "chatml-tools")])
+    assert named.base_model.chat_template == "{{ 'a file' }}"

@@ -9,7 +9,7 @@ import random
 import shutil
 import signal
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,12 @@ from tiny import read_journal, save_model
 import alto
 from alto.cluster import HostedRun, Outcome, open_cluster
 from alto.cluster.local import LocalCluster
+from alto.data import JobRows, TokenBatch
 from alto.engine import work
 from alto.engine.estimates import remember_estimate
 from alto.engine.runner import TaskRunner
 from alto.errors import DeviceMemoryError, DiskFullError, RunBusyError, RunWriteError, TaskInterruptedError
-from alto.executor import TaskSession
+from alto.executor import JobState, TaskSession, rank_share
 from alto.executor.trainer import Trainer
 from alto.lora import eject
 from alto.records import Sharing, TaskEstimate
@@ -245,6 +246,38 @@ def test_an_error_of_nobody_ends_all_with_its_reason(
         assert str(tmp_path / name) in str(ended[number]), "where to resume it"
     assert not host.is_usable
     assert host.turn() == {}
+
+
+def test_rows_that_cannot_be_read_for_the_next_step_end_their_task_in_this_one(
+    tasks: Mapping[str, Task], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host, failures = work.Training(), list[str]()
+    for number, name in enumerate(("alder", "cedar")):
+        hosted(host, number, tasks[name], tmp_path / name)
+    rows = host._executor.sessions["1"].state.context.data.train
+    collate, backward = rank_share.collate, Trainer.backward
+    steps_of_cedar = 0
+
+    def counted(self: Trainer, jobs: Sequence[JobState]) -> torch.Tensor:
+        nonlocal steps_of_cedar
+        losses = backward(self, jobs)
+        steps_of_cedar += any(job.context.data.train is rows for job in jobs)
+        return losses
+
+    def broken_after_a_step(parts: Sequence[JobRows], device: torch.device) -> TokenBatch:
+        if steps_of_cedar and len(failures) < 2 and any(part.dataset is rows for part in parts):
+            failures.append("once for both tasks, and once to find whose it is")
+            raise OSError("the file is gone")
+        return collate(parts, device)
+
+    monkeypatch.setattr(Trainer, "backward", counted)
+    monkeypatch.setattr(rank_share, "collate", broken_after_a_step)
+    ended: Mapping[int, BaseException | None] = {}
+    while not ended:
+        ended = host.turn()
+    assert {number: type(error) for number, error in ended.items()} == {1: OSError}
+    assert steps_of_cedar == 1
+    finish(host, 1)
 
 
 def test_work_on_one_run_is_a_sign_of_life_of_all(tasks: Mapping[str, Task], tmp_path: Path) -> None:

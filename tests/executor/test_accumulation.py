@@ -1,25 +1,36 @@
 """``gradient_accumulation_steps`` are those of transformers' own ``Trainer``, which divides every micro-batch's loss by
-the trained tokens of the whole step (``num_items_in_batch``)."""
+the trained tokens of the whole step (``num_items_in_batch``); of rows with labels it takes the mean of the means."""
 
 from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from oracle import PREFIX, flat, padded_batch, peft_settings, relative_distance
+from isolation import assert_micro_batches_change_nothing
+from oracle import flat, padded_batch, peft_settings, plain_name, relative_distance, turned
+from oracle_classification import (
+    ONE_LABEL,
+    ONE_NUMBER,
+    SEVERAL_LABELS,
+    TWO_NUMBERS,
+    as_classifier,
+    data_of,
+    padded_texts,
+)
 from peft import LoraConfig, get_peft_model
-from resident_jobs import DATA, Bank, make_model, make_task
+from resident_jobs import Bank, make_model, make_task
 from torch import Tensor
 from transformers import Trainer, TrainingArguments
 
-from alto.data import DataOrder
+from alto.data import DataOrder, EncodedDataset
 from alto.executor import JobState
 from alto.lora import AdapterWeights
+from alto.records import LabelSet
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -39,7 +50,7 @@ class InOrder(Trainer):
         self.losses: list[float] = []
 
     def _get_train_sampler(self, *_: object) -> Any:
-        order, steps, epochs = self._order, self._steps_per_epoch, itertools.count()
+        order, steps, epochs, dataset = self._order, self._steps_per_epoch, itertools.count(), self.train_dataset
 
         class Rows(torch.utils.data.Sampler[int]):
             def __iter__(self) -> Iterator[int]:
@@ -47,7 +58,7 @@ class InOrder(Trainer):
                 return itertools.chain.from_iterable(order.rows_of_step(first + step) for step in range(steps))
 
             def __len__(self) -> int:
-                return len(DATA.train)
+                return len(dataset)
 
         return Rows()
 
@@ -57,19 +68,26 @@ class InOrder(Trainer):
 
 
 def trained_by_transformers(
-    job: JobState, initial: AdapterWeights, folder: Path, *, divides_by_tokens: bool = True
+    job: JobState,
+    initial: AdapterWeights,
+    folder: Path,
+    model: Any = None,
+    *,
+    collate: Callable[[EncodedDataset, Any], dict[str, Tensor]] = padded_batch,
+    divides_by_tokens: bool = True,
+    adds_up: bool = True,
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Losses of all steps, and the weights at the end."""
-    config = job.config
-    model = get_peft_model(copy.deepcopy(make_model("llama")), LoraConfig(**peft_settings(config)))
-    parameters = {
-        name.removeprefix(PREFIX).replace(".lora_A.default.weight", ".A").replace(".lora_B.default.weight", ".B"): value
-        for name, value in model.named_parameters()
-        if value.requires_grad
-    }
+    config, rows = job.config, job.context.data.train
+    task_type = "CAUSAL_LM" if model is None else "SEQ_CLS"
+    model = get_peft_model(
+        copy.deepcopy(make_model("llama") if model is None else model),
+        LoraConfig(**peft_settings(config) | {"task_type": task_type}),
+    )
+    parameters = {plain_name(name): value for name, value in model.named_parameters() if value.requires_grad}
     with torch.no_grad():
-        for name, matrix in flat(initial).items():
-            parameters[name].copy_(matrix.T)
+        for name, tensor in flat(initial).items():
+            parameters[name].copy_(turned(name, tensor))
     arguments = TrainingArguments(
         output_dir=str(folder),
         use_cpu=True,
@@ -89,15 +107,18 @@ def trained_by_transformers(
     )
     trainer = InOrder(
         job.order,
-        config.steps_per_epoch(len(DATA.train)),
+        config.steps_per_epoch(len(rows)),
         model=model,
         args=arguments,
-        train_dataset=list(range(len(DATA.train))),
-        data_collator=lambda rows: padded_batch(DATA.train, rows),
+        train_dataset=list(range(len(rows))),
+        data_collator=lambda indices: collate(rows, indices),
     )
-    trainer.model_accepts_loss_kwargs = divides_by_tokens
+    if not divides_by_tokens:
+        trainer.model_accepts_loss_kwargs = False
+    if not adds_up:
+        trainer.loss_is_scaled_for_ga = False
     trainer.train()
-    return trainer.losses, {name: value.detach().T.clone() for name, value in parameters.items()}
+    return trainer.losses, {name: turned(name, value.detach()).clone() for name, value in parameters.items()}
 
 
 @pytest.fixture(scope="module")
@@ -133,3 +154,58 @@ def test_means_of_micro_batches_would_differ(
     other, weights = trained_by_transformers(job, initial[job.id], tmp_path, divides_by_tokens=False)
     assert len(other) == len(losses[job.id])
     assert relative_distance(flat(bank.trainer.bank.read(job.slot)), weights) > 1e-3
+
+
+LABELLED_JOBS = [*JOBS, {"lr": 1e-3, "r": 4, "batch_size": 3, "gradient_accumulation_steps": 8, "seed": 54}]
+"""The second step of the last one has micro-steps of 3 rows and of 1."""
+
+
+def labelled_bank(labels: LabelSet, **settings: Any) -> Bank:
+    method = "regression" if labels.problem_type == "regression" else "classification"
+    task = make_task(LABELLED_JOBS, method=method, **settings).with_labels(labels)
+    return Bank(make_model("llama"), task, slots=[2, 0, 3, 1], data=data_of(labels))
+
+
+@pytest.mark.parametrize(
+    "labels", [ONE_LABEL, SEVERAL_LABELS, ONE_NUMBER, TWO_NUMBERS], ids=lambda of: f"{of.problem_type}_{of.num_labels}"
+)
+def test_rows_with_labels_are_trained_as_transformers_trainer_does(labels: LabelSet, tmp_path: Path) -> None:
+    bank = labelled_bank(labels)
+    initial = {job.id: bank.trainer.bank.read(job.slot) for job in bank.jobs}
+    losses: dict[str, list[float]] = {job.id: [] for job in bank.jobs}
+    while bank.training:
+        for name, facts in bank.step().items():
+            losses[name].append(facts.loss)
+    for job in bank.jobs:
+        expected, weights = trained_by_transformers(
+            job,
+            initial[job.id],
+            tmp_path / job.id,
+            as_classifier(make_model("llama"), labels),
+            collate=padded_texts,
+            adds_up=False,
+        )
+        assert len(expected) == job.total_steps == len(losses[job.id])
+        assert losses[job.id] == pytest.approx(expected, rel=1e-4)
+        assert relative_distance(flat(bank.trainer.bank.read(job.slot)), weights) <= 1e-4
+
+
+@pytest.mark.parametrize("labels", [ONE_LABEL, TWO_NUMBERS], ids=lambda of: of.problem_type)
+def test_without_its_setting_transformers_adds_means_of_micro_batches_up(labels: LabelSet, tmp_path: Path) -> None:
+    """The reason for ``loss_is_scaled_for_ga``: its own loss of a head is not divided by ``num_items_in_batch``."""
+    bank = labelled_bank(labels)
+    job = bank.jobs[0]
+    initial = bank.trainer.bank.read(job.slot)
+    expected, _ = trained_by_transformers(
+        job, initial, tmp_path, as_classifier(make_model("llama"), labels), collate=padded_texts
+    )
+    assert expected[0] == pytest.approx(bank.step()[job.id].loss * job.config.gradient_accumulation_steps, rel=1e-4)
+
+
+def test_a_small_last_micro_step_counts_as_much_as_the_others() -> None:
+    """Also where memory splits its rows."""
+    whole, split = labelled_bank(ONE_LABEL), labelled_bank(ONE_LABEL, max_tokens_per_pass=60)
+    job = whole.jobs[-1]
+    assert job.config.row_factors(len(job.order.rows_of_step(0))) == (1.0,) * 24
+    assert job.config.row_factors(len(job.order.rows_of_step(1))) == (2 / 3,) * 3 + (2.0,)
+    assert_micro_batches_change_nothing(whole, split)

@@ -101,7 +101,7 @@ def test_a_step_of_other_jobs_or_smaller_micro_batches_makes_its_own(events: lis
     assert torch.equal(prepared.trainer.bank.params_ZP, plain.trainer.bank.params_ZP)
 
 
-def test_rows_that_cannot_be_read_are_reported_by_their_own_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_cannot_be_read_are_an_error_where_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     bank = make_bank()
 
     def broken(parts: Sequence[JobRows], device: torch.device) -> TokenBatch:
@@ -112,12 +112,27 @@ def test_rows_that_cannot_be_read_are_reported_by_their_own_step(monkeypatch: py
     bank.trainer.update(bank.jobs)
     with monkeypatch.context() as patch:
         patch.setattr(rank_share, "collate", broken)
-        bank.trainer.prepare(bank.jobs)
-        assert bank.trainer.read(losses) == expected
+        with pytest.raises(OSError, match="the file is gone"):
+            bank.trainer.prepare(bank.jobs)
+    assert bank.trainer.read(losses) == expected, "the step that was done is not lost"
+
+
+def test_memory_that_is_missing_for_the_next_batch_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared, plain = make_bank(), make_bank()
+    for bank in (prepared, plain):
+        bank.trainer.backward(bank.jobs)
+        bank.trainer.update(bank.jobs)
+
+    def full(parts: Sequence[JobRows], device: torch.device) -> TokenBatch:
+        raise torch.OutOfMemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rank_share, "collate", full)
+        prepared.trainer.prepare(prepared.jobs)
+    for bank in (prepared, plain):
         for job in bank.jobs:
             job.step += 1
-        with pytest.raises(OSError, match="the file is gone"):
-            bank.trainer.backward(bank.jobs)
+    assert step(prepared) == step(plain, prepares=False)
 
 
 def test_nothing_is_prepared_past_the_last_step(events: list[str]) -> None:

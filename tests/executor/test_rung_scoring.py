@@ -20,6 +20,7 @@ from alto.early_exit import audit, selection_of
 from alto.engine import runner
 from alto.errors import TaskInterruptedError
 from alto.executor import Executor, Hooks
+from alto.export import choice_notes
 from alto.lora import AdapterWeights, read_adapter
 from alto.records import ExitDecision, ExitReason, Judgement
 from alto.runs import read_entries, read_history
@@ -189,7 +190,7 @@ def test_a_scorer_that_fails_leaves_the_rung_to_the_metric(task: alto.Task, monk
     assert outcome(run).kept == by_loss.kept
     (scored,) = (entry.event for entry in entries_of(run) if isinstance(entry.event, RungScored))
     assert (scored.scores, scored.failure) == ((), "the judge is asleep")
-    notes = alto.runs.choice_notes(read_history(run))
+    notes = choice_notes(read_history(run))
     assert notes[0] == (
         "select_by: at the rung at 50 % the scorer exact_match failed (the judge is asleep), so the validation loss "
         "ranked the jobs there."

@@ -11,7 +11,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from budgets import SLOW_KINDS
+from budgets import FULL_EXAMPLES, QUICK_EXAMPLES, SLOW_KINDS
 
 import alto
 from alto import errors
@@ -160,3 +160,32 @@ def test_nothing_reads_data_that_could_run_code() -> None:
 def test_contributors_read_what_only_the_full_run_tests() -> None:
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     assert dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", page.partition("\n## Tests\n")[2], re.M)) == SLOW_KINDS
+    assert f"tries {FULL_EXAMPLES} examples instead of {QUICK_EXAMPLES} " in page
+
+
+def test_one_file_knows_the_version() -> None:
+    """Beside the notes of its changes, and results, which name the version that measured them."""
+    known = re.compile(rf"(?<![\w.]){re.escape(alto.__version__)}(?![\w.])")
+    files = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "pyproject.toml", "Makefile")]
+    for folder in ("src", "docs", "deploy", "examples"):
+        files += [
+            path for path in (ROOT / folder).rglob("*") if path.suffix in (".md", ".py", ".yaml", ".yml", ".toml")
+        ]
+    texts = {path: path.read_text(encoding="utf-8") for path in files}
+    found = [
+        path.relative_to(ROOT).as_posix()
+        for path, text in texts.items()
+        if any(known.search(line) and "alto-lora" not in line for line in text.splitlines())
+    ]
+    assert found == ["src/alto/version.py"]
+
+
+def test_changes_of_this_version_come_first_and_older_ones_are_past() -> None:
+    """What the source calls an earlier version is one that the changelog has below this one."""
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    versions = re.findall(r"^## (\d+\.\d+)\.\d+", changelog, re.M)
+    assert alto.__version__.startswith(f"{versions[0]}.")
+    sources = [path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")]
+    spoken = {number for source in sources for number in re.findall(r"(?:\b[Vv]ersion|ALTO) (0\.\d+)\b", source)}
+    assert spoken
+    assert spoken <= set(versions[1:])

@@ -223,7 +223,6 @@ OUTCOME = TaskOutcome(
     scorer="exact_match",
     scorer_failure="it failed",
     lead=Lead(runner_up="a", metric="loss", difference=0.5, interval=(0.25, 0.75), num_rows=4),
-    notes=("a note",),
     adapter_check=AdapterCheck(status="equal", why="", difference=0.0, peft="0.20"),
     refit_of="runs/first",
     notices=("a notice",),

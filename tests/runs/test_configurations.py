@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from alto.export import choice_notes
 from alto.records import ExitReason
-from alto.runs import RunHistory, choice_notes
+from alto.runs import RunHistory
 from alto.runs.configurations import repeated_configurations
 from alto.runs.events import (
     JobAdded,

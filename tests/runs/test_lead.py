@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from alto.export import choice_notes
 from alto.records import FinalistScore
 from alto.records.intervals import student_quantile
-from alto.runs import RunHistory, choice_notes
+from alto.runs import RunHistory
 from alto.runs.events import FinalistsJudged, JobDescription, JobEvaluated, JournalEntry, TaskCompleted, TaskStarted
 from alto.runs.lead import lead_of_winner
 

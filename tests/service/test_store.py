@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import threading
 import time
@@ -19,13 +20,14 @@ from sqlalchemy import inspect, select, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
+from alto import service
 from alto.errors import ServiceError
 from alto.service.access import caller_of, create_key, create_tenant, has_keys, revoke_key
 from alto.service.access import keys as keys_module
 from alto.service.coordinator import leadership as leadership_module
 from alto.service.coordinator.coordinator import _in_turns
 from alto.service.coordinator.leadership import LEASE_S, Leadership, LostLeadershipError
-from alto.service.errors import ApiError
+from alto.service.errors import JobStateError, ReusedKeyError, TenantError, TooManyRequestsError, UnknownJobError
 from alto.service.ids import new_id, now
 from alto.service.store import Store
 from alto.service.store import store as store_module
@@ -35,6 +37,7 @@ from alto.service.store.paging import page_of
 from alto.service.store.replays import Refusals, RequestMark
 from alto.service.store.store import database_time
 from alto.service.store.tables import Base, JobRow, LeaderRow
+from alto.service.web.answers import api_error_of
 
 
 @pytest.fixture
@@ -132,8 +135,8 @@ def test_states_change_only_where_that_is_allowed(store: Store) -> None:
             try:
                 with store.writing() as session:
                     found[state, name] = change(session, "a", job).status
-            except ApiError as error:
-                found[state, name] = "refused" if error.status == 400 else str(error.status)
+            except JobStateError:
+                found[state, name] = "refused"
     assert found == {
         **{(state, "cancel"): "cancelled" for state in (*states[:4], "cancelled")},
         **{(state, "cancel"): "refused" for state in ("succeeded", "failed")},
@@ -151,12 +154,11 @@ def test_jobs_of_others_are_not_there(store: Store) -> None:
     with store.reading() as session:
         assert count_open(session, "a") == 1
         assert count_open(session, "b") == 0
-        with pytest.raises(ApiError) as foreign:
+        with pytest.raises(UnknownJobError) as foreign:
             find_job(session, "b", job)
-        with pytest.raises(ApiError) as unknown:
+        with pytest.raises(UnknownJobError) as unknown:
             find_job(session, "b", "ftjob-0")
-    assert foreign.value.status == unknown.value.status == 404
-    assert foreign.value.message.replace(job, "X") == unknown.value.message.replace("ftjob-0", "X")
+    assert str(foreign.value).replace(job, "X") == str(unknown.value).replace("ftjob-0", "X")
 
 
 @pytest.mark.parametrize("is_ascending", [False, True])
@@ -246,7 +248,7 @@ def test_a_key_for_another_body_is_refused(store: Store) -> None:
         RequestMark(tenant="a", path="/x", body_hash="1", key="k").note(session, "job", "ftjob-1")
     with store.writing() as session:
         assert RequestMark(tenant="a", path="/x", body_hash="1", key="k").find(session) == "ftjob-1"
-        with pytest.raises(ApiError, match="used for another body"):
+        with pytest.raises(ReusedKeyError, match="used for another body"):
             RequestMark(tenant="a", path="/x", body_hash="2", key="k").find(session)
 
 
@@ -406,3 +408,22 @@ def test_tenants_take_turns(store: Store) -> None:
     waiting = [("a1", "a"), ("a2", "a"), ("a3", "a"), ("b1", "b"), ("c1", "c")]
     assert _in_turns(waiting, {}) == ["a1", "b1", "c1", "a2", "a3"]
     assert _in_turns(waiting, {"a": 1, "c": 2}) == ["b1", "a1", "a2", "c1", "a3"]
+
+
+def test_errors_of_store_and_access_are_answered_at_the_edge() -> None:
+    """They hold no status; each kind has its own answer."""
+    given = {
+        UnknownJobError("ftjob-1"): (404, "fine_tuning_job_id", "fine_tuning_job_not_found"),
+        JobStateError("no"): (400, "fine_tuning_job_id", "invalid_state"),
+        ReusedKeyError("no"): (400, "Idempotency-Key", "idempotency_key_reused"),
+        TooManyRequestsError("no", wait_s=7): (429, None, "rate_limit_exceeded"),
+    }
+    assert {type(error) for error in given} == set(TenantError.__subclasses__())
+    for error, expected in given.items():
+        answer = api_error_of(error)
+        assert (answer.status, answer.param, answer.code) == expected
+        assert answer.headers == ({"Retry-After": "7"} if answer.status == 429 else {})
+    for package in ("store", "access"):
+        for path in (Path(service.__file__).parent / package).rglob("*.py"):
+            source = path.read_text(encoding="utf-8")
+            assert not re.search(r"ApiError|refused\(|not_found\(|fastapi|starlette", source), path

@@ -54,7 +54,6 @@ def test_what_peft_saves_beside_the_head_is_kept() -> None:
         ({"method": "classification", "dataset_format": "alpaca"}, SpecError, "text_classification"),
         ({"dataset_format": "text_classification"}, SpecError, "another form"),
         ({"method": "classification", "metric": "pearson"}, SpecError, "regression"),
-        ({"method": "classification", "gradient_accumulation_steps": 2}, UnsupportedError, "transformers' Trainer"),
     ],
 )
 def test_contradictions_are_refused_with_a_remedy(given: dict[str, Any], error: type[Exception], words: str) -> None:

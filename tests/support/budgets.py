@@ -10,7 +10,15 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import HealthCheck, settings
 
-__all__ = ["SLOW_KINDS", "examples", "load_budget", "reason_to_skip", "slowest_first"]
+__all__ = [
+    "FULL_EXAMPLES",
+    "QUICK_EXAMPLES",
+    "SLOW_KINDS",
+    "examples",
+    "load_budget",
+    "reason_to_skip",
+    "slowest_first",
+]
 
 SLOW_KINDS = {
     "benchmarks": "benchmarks at their smallest scale, and their gates",
@@ -23,8 +31,9 @@ SLOW_KINDS = {
 }
 """Kinds of tests that only ``--all`` runs, the argument of the marker ``slow``; CONTRIBUTING.md lists them."""
 
-_QUICK_EXAMPLES = 10
-_FULL_EXAMPLES = 25
+QUICK_EXAMPLES = 10
+FULL_EXAMPLES = 25
+"""Examples that hypothesis tries without and with ``--all``."""
 
 
 def load_budget(*, is_full: bool) -> None:
@@ -35,7 +44,7 @@ def load_budget(*, is_full: bool) -> None:
     name = "full" if is_full else "quick"
     settings.register_profile(
         name,
-        max_examples=_FULL_EXAMPLES if is_full else _QUICK_EXAMPLES,
+        max_examples=FULL_EXAMPLES if is_full else QUICK_EXAMPLES,
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow],
     )
@@ -44,7 +53,7 @@ def load_budget(*, is_full: bool) -> None:
 
 def examples(full: int) -> int:
     """How many examples to try now, where ``--all`` tries ``full``; at least five."""
-    return min(full, max(5, full * settings.default.max_examples // _FULL_EXAMPLES))
+    return min(full, max(5, full * settings.default.max_examples // FULL_EXAMPLES))
 
 
 def slowest_first(items: Sequence[pytest.Item], num_workers: int) -> list[pytest.Item]:

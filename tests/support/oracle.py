@@ -92,7 +92,7 @@ class SoloJob:
                     module.lora_dropout["default"] = dropout(name.removeprefix(PREFIX), module.in_features)
         self.model.train()
         self._parameters = {
-            _plain_name(name): parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad
+            plain_name(name): parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad
         }
         optimizer, settings = _optimizer(config)
         # With a ratio of 1 this is one optimizer over all parameters at one rate.
@@ -118,7 +118,7 @@ class SoloJob:
         """Continue from a given adapter and optimizer state."""
         for name, parameter in self._parameters.items():
             with torch.no_grad():
-                parameter.copy_(_turned(name, flat(weights)[name]))
+                parameter.copy_(turned(name, flat(weights)[name]))
             if optimizer is not None and optimizer.step:
                 self._optimizer.state[parameter] = self._state_of(name, optimizer)
         if optimizer is not None:
@@ -136,7 +136,7 @@ class SoloJob:
         }
         if "exp_avg" in parts:
             return {"step": torch.tensor(float(optimizer.step))} | {
-                part: _turned(name, parts[part]).clone() for part in parts
+                part: turned(name, parts[part]).clone() for part in parts
             }
         if self.config.optim == "adafactor":
             return parts | {"step": optimizer.step}
@@ -148,7 +148,7 @@ class SoloJob:
         return {"step": optimizer.step} | parts
 
     def weights(self) -> dict[str, Tensor]:
-        return {name: _turned(name, parameter.detach()).clone() for name, parameter in self._parameters.items()}
+        return {name: turned(name, parameter.detach()).clone() for name, parameter in self._parameters.items()}
 
     def train_step(self) -> StepFacts:
         before = self.weights()
@@ -156,7 +156,7 @@ class SoloJob:
         loss = self._loss(padded_batch(self._dataset, rows, self._padding))
         self._optimizer.zero_grad()
         loss.backward()
-        gradients = {name: _turned(name, parameter.grad).clone() for name, parameter in self._parameters.items()}
+        gradients = {name: turned(name, parameter.grad).clone() for name, parameter in self._parameters.items()}
         limit = self.config.max_grad_norm or float("inf")
         norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), limit)
         self._optimizer.step()
@@ -391,7 +391,7 @@ def _kept_accelerator() -> Iterator[None]:
             state.update(values)
 
 
-def _plain_name(name: str) -> str:
+def plain_name(name: str) -> str:
     """``base_model.model.<module>.lora_A.default.weight`` becomes ``<module>.A``; further tensors have ALTO's names."""
     name = name.removeprefix(PREFIX)
     for theirs, ours in (
@@ -407,6 +407,6 @@ def _plain_name(name: str) -> str:
     return name
 
 
-def _turned(name: str, tensor: Tensor) -> Tensor:
+def turned(name: str, tensor: Tensor) -> Tensor:
     """A low-rank matrix in the other orientation; a further tensor as it is."""
     return tensor.T if name.endswith((".A", ".B")) else tensor

@@ -107,7 +107,8 @@ with patterns with PEFT, or merge them.
 A step is one optimizer step on `per_device_train_batch_size` × `gradient_accumulation_steps` rows. Its loss is the mean
 over all its trained tokens, as in transformers' `Trainer` with `num_items_in_batch`. How many rows are computed at a
 time is chosen by the memory and changes nothing, so only the product of the two keys matters (but for the loss of
-routers, below). With methods on pairs, TRL averages over micro-batches instead, and `gradient_accumulation_steps` above
+routers, below). Where rows have labels, it is the mean over micro-steps of their mean losses, which differs where the
+last micro-step of an epoch has fewer rows. With methods on pairs, TRL averages over micro-batches instead, and `gradient_accumulation_steps` above
 1 is refused.
 
 `neftune_noise_alpha` adds noise from the uniform distribution over ± alpha / √(length × hidden size) to the token

@@ -141,6 +141,7 @@ def result_facts(result: TaskResult) -> dict[str, Any]:
     """A task's result as plain values."""
     return {
         **dataclasses.asdict(result.outcome),
+        "notes": result.notes,
         "samples_saved": result.samples_saved,
         "samples_cut_off": result.samples_cut_off,
     }

@@ -77,6 +77,8 @@ class JobRows:
         rows: Indices into ``dataset``.
         first_token: Tokens of the job's batch before these rows: in other micro-batches, or on other ranks.
         whole: Sums over the job's whole batch; None where ``rows`` are all of it.
+        factors: The weight of each of these rows in the mean loss of the batch, relative to that of equal rows; empty
+            where all are equal.
     """
 
     dataset: EncodedDataset = field(compare=False, repr=False)
@@ -84,6 +86,7 @@ class JobRows:
     rows: tuple[int, ...]
     first_token: int = 0
     whole: BatchTotals | None = None
+    factors: tuple[float, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -127,10 +130,20 @@ class JobRows:
     def single_rows(self) -> Iterator[JobRows]:
         """Each row by itself."""
         first_token, totals = self.first_token, self.totals
-        for row in self.rows:
-            one = replace(self, rows=(row,), first_token=first_token, whole=totals)
+        for index, row in enumerate(self.rows):
+            factors = self.factors[index : index + 1]
+            one = replace(self, rows=(row,), first_token=first_token, whole=totals, factors=factors)
             yield one
             first_token += one.num_tokens
+
+    def joined(self, more: Sequence[JobRows]) -> JobRows:
+        """These rows and those of ``more``, which follow them in the job's batch."""
+        parts = (self, *more)
+        return replace(
+            self,
+            rows=tuple(row for part in parts for row in part.rows),
+            factors=tuple(factor for part in parts for factor in part.factors),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +169,7 @@ class TokenBatch:
         row_labels: Whether each row is labelled as desirable.
         job_label_sets: The labels of each job's rows; None where they are no texts with labels.
         row_classes: The label of every text with a label, in the order of the rows.
+        row_factors: The weight of each row in the mean loss of its job's whole batch, relative to that of equal rows.
         job_first_tokens: Tokens of each job's batch before these rows.
         job_references: Rows of each job in ``references_Q2``: all of its rows, or 0 where its data has no references.
         references_Q2: Reference log-probs of the chosen and the rejected reply of pairs, float64 nats; None where no
@@ -184,6 +198,7 @@ class TokenBatch:
     row_labels: tuple[bool, ...] = ()
     job_label_sets: tuple[LabelSet | None, ...] = ()
     row_classes: tuple[RowLabel, ...] = ()
+    row_factors: tuple[float, ...] = ()
     job_references: tuple[int, ...] = ()
     references_Q2: Tensor | None = None
     reference_tails_Q2: Tensor | None = None
@@ -219,6 +234,7 @@ class TokenBatch:
             row_labels=self.row_labels[_range(self.job_rows, first, last)],
             job_label_sets=self.job_label_sets[first:last],
             row_classes=self.row_classes[_range(self._classified_rows, first, last)],
+            row_factors=self.row_factors[_range(self.job_rows, first, last)],
             job_references=self.job_references[first:last],
             references_Q2=_rows(self.references_Q2, references),
             reference_tails_Q2=_rows(self.reference_tails_Q2, references),
@@ -262,6 +278,7 @@ def collate(jobs: Sequence[JobRows], device: torch.device | str = "cpu") -> Toke
         row_labels=tuple(label for job in jobs for label in job.labels),
         job_label_sets=tuple(job.dataset.label_set for job in jobs),
         row_classes=tuple(label for job in jobs for label in job.classes),
+        row_factors=tuple(factor for job in jobs for factor in job.factors or (1.0,) * len(job.rows)),
         job_first_tokens=tuple(job.first_token for job in jobs),
         job_references=tuple(0 if job.dataset.references is None else len(job.rows) for job in jobs),
         references_Q2=_gathered(referring, [job.dataset.references for job in referring], device),
@@ -316,7 +333,7 @@ def share_rows(job: JobRows, num_ranks: int) -> list[JobRows | None]:
         while last < len(rows) and rows[last].first_token + rows[last].num_tokens / 2 <= wanted:
             last += 1
         part = rows[first:last]
-        shares.append(replace(part[0], rows=tuple(row for one in part for row in one.rows)) if part else None)
+        shares.append(part[0].joined(part[1:]) if part else None)
         first = last
     return shares
 
@@ -345,7 +362,7 @@ def split_into_micro_batches(
                 yield current
                 current, filled = [], PassSize()
             if current and current[-1].slot == part.slot:
-                current[-1] = replace(current[-1], rows=current[-1].rows + part.rows)
+                current[-1] = current[-1].joined([part])
             else:
                 current.append(part)
             filled += size

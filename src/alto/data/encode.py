@@ -16,6 +16,7 @@ from alto.data.rows import ConversationError, quoted
 from alto.data.template import ChatTemplate, given_keys, without_key
 from alto.errors import DataError
 from alto.spec import TrainOn
+from alto.spec.chat_template import TOOLS_TEMPLATE
 
 __all__ = [
     "EncodedRow",
@@ -23,7 +24,10 @@ __all__ = [
     "closing_text",
     "encode_conversation",
     "encode_prompt",
+    "tools_remedy",
 ]
+
+_CHATML_TOKENS = {"<|im_start|>", "<|im_end|>"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,8 +302,7 @@ class Encoder:
                     raise ConversationError(
                         "expected a chat template that shows calls of tools, found one (or none) that leaves out "
                         f"{quoted(bare.other_keys()[name])}, all that a reply consists of, so that only its end would "
-                        "be trained; use a base model that calls tools, set a chat_template that shows them, or leave "
-                        "such rows out"
+                        f"be trained; {tools_remedy(self._tokenizer)}"
                     )
 
     def _shows(self, conversation: Conversation) -> str | None:
@@ -308,6 +311,13 @@ class Encoder:
             return self._template.text(conversation, open_turn=False)
         except DataError:
             return None
+
+
+def tools_remedy(tokenizer: Any) -> str:
+    """What to do about a chat template that does not show calls of tools."""
+    if set(tokenizer.get_added_vocab()) >= _CHATML_TOKENS:
+        return f"set chat_template: {TOOLS_TEMPLATE}, which shows them, or leave such rows out"
+    return "use a base model that calls tools, set a chat_template that shows them, or leave such rows out"
 
 
 def _is_shortened(reply: _Reply) -> bool:

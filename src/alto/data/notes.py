@@ -8,7 +8,7 @@ from typing import Any
 
 from alto.data.conversation import Conversation
 from alto.data.dataset import EncodedDataset, Unread
-from alto.data.encode import closing_text
+from alto.data.encode import closing_text, tools_remedy
 from alto.data.limits import RowLimit
 from alto.data.rows import listed, quoted
 from alto.data.template import PARALLEL_CALLS
@@ -115,14 +115,16 @@ def test_notes(num_rows: int, num_known: int) -> list[str]:
     ]
 
 
-def unread_notes(columns: Mapping[str, int], unread: Sequence[Unread]) -> list[str]:
+def unread_notes(columns: Mapping[str, int], unread: Sequence[Unread], tokenizer: Any) -> list[str]:
     """Notices about parts of the rows that are not used in training."""
     notes = []
     if columns:
         listed = ", ".join(f"{quoted(name)[1:-1]} (in {_counted(count, 'row')})" for name, count in columns.items())
         notes.append(f"Columns that nothing reads: {listed}; assign one to a role with columns if it should be read.")
     if unread:
-        notes.append(f"Parts of conversations that the chat template does not show: {', '.join(map(_unread, unread))}.")
+        parts = ", ".join(map(_unread, unread))
+        advice = f"; {tools_remedy(tokenizer)}" if any(part.what == "tool_calls" for part in unread) else ""
+        notes.append(f"Parts of conversations that the chat template does not show: {parts}{advice}.")
     return notes
 
 

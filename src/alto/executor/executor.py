@@ -163,6 +163,7 @@ class Executor:
             self._handle(error, jobs_of)
             return
         no_memory: DeviceMemoryError | None = None
+        failures: Mapping[str, Exception] = {}
         try:
             trainer.update(jobs)
         except DeviceMemoryError as error:
@@ -170,7 +171,7 @@ class Executor:
                 raise
             no_memory = error
         else:
-            trainer.prepare(jobs)
+            failures = self._prepare_next(jobs_of)
         values = [None] * len(jobs) if trainer.balance is None else trainer.balance.values()
         of_jobs = zip(jobs, trainer.read(losses), values, strict=True)
         losses_of = {id(job): (loss, router_loss) for job, loss, router_loss in of_jobs}
@@ -185,6 +186,31 @@ class Executor:
             for name, session in list(self.sessions.items()):
                 self._within(name, session.save)
             raise no_memory
+        for name in failures.keys() & self.sessions.keys():  # after the step that was done is counted
+            self._end(name, failures[name])
+
+    def _prepare_next(self, jobs_of: Mapping[str, Sequence[JobState]]) -> Mapping[str, Exception]:
+        """Make the batches of the next step; returns the sessions whose batches cannot be made, with the errors.
+
+        Raises:
+            Exception: An error that is no session's own.
+        """
+        trainer = self.bank.trainer
+        try:
+            trainer.prepare([job for active in jobs_of.values() for job in active])
+        except Exception as error:
+            if isinstance(error, torch.AcceleratorError):
+                raise
+            found: dict[str, Exception] = {}
+            for name, active in jobs_of.items():
+                try:
+                    trainer.prepare(active)
+                except Exception as own:
+                    found[name] = own
+            if not found:
+                raise
+            return found
+        return {}
 
     def _count(self, stepped: Mapping[str, Sequence[JobState]], ready: Iterable[str]) -> None:
         """Count the tokens of a step that ``stepped`` have taken, where several sessions were ``ready``."""

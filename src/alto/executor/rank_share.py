@@ -48,12 +48,22 @@ class RankShare:
         """Those of ``jobs`` that lie in this rank's bank, by local slot."""
         return {local_slot: job for job in jobs if (local_slot := self.local_slot(job)) is not None}
 
-    def work(self, batches: Sequence[JobBatch], *, split_jobs: bool = False) -> tuple[list[JobRows], int]:
-        """This rank's share of ``batches``, and the largest number of micro-batches of any rank."""
+    def work(
+        self, batches: Sequence[JobBatch], *, split_jobs: bool = False, is_step: bool = False
+    ) -> tuple[list[JobRows], int]:
+        """This rank's share of ``batches``, and the largest number of micro-batches of any rank.
+
+        Args:
+            batches: Rows of every job.
+            split_jobs: Whether the rows of every job may be split over micro-batches.
+            is_step: Whether the rows of each job are those of one training step.
+        """
         of_rank: list[list[JobRows]] = [[] for _ in range(self._ranks.size)]
         for job, dataset, rows in batches:
             slot = slot_of(job)
-            part = JobRows(dataset, self.slots.local_slot_of(slot), rows)
+            has_means = is_step and job.context.objective.has_head  # as transformers' Trainer has them
+            factors = job.config.row_factors(len(rows)) if has_means else ()
+            part = JobRows(dataset, self.slots.local_slot_of(slot), rows, factors=factors)
             if job.is_data_parallel:
                 for work, share in zip(of_rank, share_rows(part, len(of_rank)), strict=True):
                     work += [share] if share is not None else []

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from alto.backbone import Backbone, release_memory
+from alto.backbone import Backbone, is_out_of_memory, release_memory
 from alto.data import EvaluationSplit, JobRows, share_rows
 from alto.errors import DeviceMemoryError
 from alto.executor.context import TaskContext
@@ -181,7 +181,7 @@ class Trainer:
         kl = self._divergences.estimate(batches, self._forward_context)
         has_balance = any(job.planned.router_aux_loss_coef for job in jobs)
         self.balance = balance = RouterBalance(self._backbone, batches, self._ranks) if has_balance else None
-        work, num_micro_batches = self._share.work(batches)
+        work, num_micro_batches = self._share.work(batches, is_step=True)
         losses: Tensor | None = None
 
         def train(parts: Sequence[JobRows]) -> None:
@@ -238,19 +238,24 @@ class Trainer:
         """Make the batches of the step after this one, which ``jobs`` have not counted yet, and send them to the
         device. Called after :meth:`update` and before :meth:`read`: the device computes meanwhile.
 
-        A step of other jobs, or with smaller micro-batches, makes its own batches.
+        A step of other jobs, or with smaller micro-batches, makes its own batches, and so does one whose batches do not
+        fit into memory beside those of the present step.
+
+        Raises:
+            Exception: A batch cannot be made: rows that cannot be read, for example.
         """
         self._prepared.forget()
         jobs = [job for job in jobs if job.step + 1 < job.total_steps]
         here = self._share.here(jobs)
         try:
-            work, _ = self._share.work(_batches(jobs, steps_ahead=1))
+            work, _ = self._share.work(_batches(jobs, steps_ahead=1), is_step=True)
             for parts in self.micro_batches.split(work):
                 batch = self._share.collate(parts)
                 self._prepared.add(parts, batch, schedule_of(batch, here, training=True, steps_ahead=1))
-        except Exception:
-            # The next step meets the same, rows that cannot be read or missing memory, and reports it as its own.
+        except Exception as error:
             self._prepared.forget()
+            if not is_out_of_memory(error):
+                raise
 
     def read(self, losses: Tensor) -> list[float]:
         """The losses of :meth:`backward`, over all ranks. Read last: this is the first host-device synchronisation of

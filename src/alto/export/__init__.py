@@ -1,6 +1,7 @@
 """The outputs of a run: the best adapter, the report, and progress on the terminal."""
 
 from alto.export.adapter import METRICS_NAME, export_best, is_outdated
+from alto.export.choice import choice_notes
 from alto.export.comparison import comparison_table, write_comparison
 from alto.export.gantt import gantt_figure
 from alto.export.metrics import loss_unit
@@ -28,6 +29,7 @@ __all__ = [
     "PlainView",
     "RunFigures",
     "RunHistory",
+    "choice_notes",
     "comparison_table",
     "describe_task",
     "export_best",

@@ -12,12 +12,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from alto.export.choice import choice_notes
 from alto.export.figures import VALIDATION_LOSS, CurveFigure, View, curve_figure
 from alto.export.metrics import loss_unit
 from alto.export.pages import render_fragment
 from alto.export.tables import job_table
 from alto.export.wording import describe_refit, describe_task, format_share
-from alto.runs import RunHistory, choice_notes
+from alto.runs import RunHistory
 
 __all__ = ["result_html"]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import IO
 
+from alto.export.choice import choice_notes
 from alto.export.metrics import format_metric, metric_name
 from alto.export.samples import describe_samples
 from alto.export.tables import explain_exit
@@ -36,7 +37,7 @@ from alto.export.wording import (
     varying_keys,
 )
 from alto.records import ExitReason
-from alto.runs import JobHistory, JournalEntry, RunHistory, choice_notes, events
+from alto.runs import JobHistory, JournalEntry, RunHistory, events
 from alto.runs.progress import outlook
 from alto.spec.metric import LOSS
 

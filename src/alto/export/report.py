@@ -8,6 +8,7 @@ from typing import Any
 
 from alto.errors import RunError
 from alto.export.adapter import LABELS_NAME
+from alto.export.choice import choice_notes
 from alto.export.importance import MIN_JOBS, importance_of_settings
 from alto.export.metrics import describe_metrics, loss_unit
 from alto.export.pages import render_page, timestamp, write_page
@@ -23,7 +24,7 @@ from alto.export.wording import (
     tidy_config,
     varying_keys,
 )
-from alto.runs import RunHistory, Stage, choice_notes, read_history
+from alto.runs import RunHistory, Stage, read_history
 from alto.runs.device_hours import DeviceHours, device_hours, price_of_hour
 from alto.runs.lead import lead_of_winner
 from alto.runs.progress import exit_totals, rung_costs, time_saved_s

@@ -18,6 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from alto.export.choice import choice_notes
 from alto.export.job_grid import GRID_LINES, JobGrid
 from alto.export.metrics import describe_metrics, metric_name
 from alto.export.plain import PlainView
@@ -39,7 +40,7 @@ from alto.export.wording import (
     format_loss,
     format_share,
 )
-from alto.runs import JobHistory, JournalEntry, RunHistory, RunStatus, choice_notes
+from alto.runs import JobHistory, JournalEntry, RunHistory, RunStatus
 from alto.runs.events import (
     Event,
     JobAdmitted,

@@ -18,8 +18,7 @@ from torch.nn import functional as F
 
 from alto.data import EncodedDataset, TokenBatch
 from alto.objectives.base import Terms
-from alto.objectives.labelled import filled_logits, label_set_of, row_job_indices
-from alto.objectives.pairs import terms_of_rows
+from alto.objectives.labelled import filled_logits, label_set_of, labelled_terms, row_job_indices
 from alto.objectives.sums import to_device
 from alto.records import LabelSet
 from alto.spec import ObjectiveSettings
@@ -31,7 +30,8 @@ _COUNTS = 3
 
 
 class Classification:
-    """The mean over rows; a prediction is the label of the largest logit, of several labels all with a positive one."""
+    """The mean over rows, in training over micro-steps of their means; a prediction is the label of the largest logit,
+    of several labels all with a positive one."""
 
     def check(self, dataset: EncodedDataset, settings: Sequence[ObjectiveSettings]) -> None:
         pass  # every row has a label
@@ -44,7 +44,7 @@ class Classification:
         else:
             losses_Q, predicted_QK, actual_QK = _several_labels(logits_QK, batch)
         accuracy_Q = (predicted_QK == actual_QK).all(1).double()
-        terms = terms_of_rows(losses_Q, {"accuracy": accuracy_Q}, batch.job_rows)
+        terms = labelled_terms(losses_Q, {"accuracy": accuracy_Q}, batch)
         if torch.is_grad_enabled():  # in training nobody reads derived metrics
             return terms
         num_rows = sum(batch.job_rows)

@@ -5,16 +5,19 @@ Shapes: ``Q`` rows, ``K`` labels.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from alto.data import TokenBatch
-from alto.objectives.pairs import LANES
+from alto.objectives.base import Terms
+from alto.objectives.pairs import LANES, terms_of_rows
 from alto.objectives.sums import to_device
 from alto.records import LabelSet
 
-__all__ = ["filled_logits", "label_set_of", "row_job_indices"]
+__all__ = ["filled_logits", "label_set_of", "labelled_terms", "row_job_indices"]
 
 
 def label_set_of(batch: TokenBatch) -> LabelSet:
@@ -28,6 +31,20 @@ def filled_logits(values_QK: Tensor) -> Tensor:
     """``values_QK`` in float64, followed by rows of zeros up to a whole number of vectors, so that element-wise results
     of a row have the same bits at any place."""
     return F.pad(values_QK.double(), (0, 0, 0, -len(values_QK) % LANES))
+
+
+def labelled_terms(losses_Q: Tensor, metrics: Mapping[str, Tensor], batch: TokenBatch) -> Terms:
+    """The sums of every job's rows, each loss times the row's weight in the job's batch.
+
+    Args:
+        losses_Q: Loss of every row, followed by those of dummy rows.
+        metrics: By name, what is measured of every row.
+        batch: The rows.
+    """
+    if any(factor != 1.0 for factor in batch.row_factors):
+        factors_Q = to_device(batch.row_factors, losses_Q.device, torch.float64)
+        losses_Q = losses_Q * F.pad(factors_Q, (0, len(losses_Q) - len(factors_Q)))
+    return terms_of_rows(losses_Q, metrics, batch.job_rows)
 
 
 def row_job_indices(batch: TokenBatch, device: torch.device) -> Tensor:

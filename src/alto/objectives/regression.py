@@ -16,8 +16,7 @@ from torch import Tensor
 
 from alto.data import EncodedDataset, TokenBatch
 from alto.objectives.base import Terms
-from alto.objectives.labelled import filled_logits, row_job_indices
-from alto.objectives.pairs import terms_of_rows
+from alto.objectives.labelled import filled_logits, labelled_terms, row_job_indices
 from alto.objectives.sums import to_device
 from alto.records import LabelSet
 from alto.spec import ObjectiveSettings
@@ -33,7 +32,7 @@ their size count as equal."""
 
 
 class Regression:
-    """The mean over rows."""
+    """The mean over rows, in training over micro-steps of their means."""
 
     def check(self, dataset: EncodedDataset, settings: Sequence[ObjectiveSettings]) -> None:
         pass  # every row has its numbers
@@ -43,7 +42,7 @@ class Regression:
         num_rows = len(labels_QK)
         predicted_QK = filled_logits(logits_QK)
         errors_Q = (predicted_QK - filled_logits(labels_QK)).square().mean(1)
-        terms = terms_of_rows(errors_Q, {"mse": errors_Q}, batch.job_rows)
+        terms = labelled_terms(errors_Q, {"mse": errors_Q}, batch)
         if torch.is_grad_enabled():  # in training nobody reads derived metrics
             return terms
         predicted_QK = predicted_QK[:num_rows]

@@ -153,7 +153,6 @@ class TaskOutcome:
         scorer: What scored them, or failed to: the name of a scorer, or ``eval_accuracy``; empty where nothing did.
         scorer_failure: Why the scorer failed, so that the metric chose; empty where it did not.
         lead: How far it leads the next best job; None where there is none, or the values of single rows are not known.
-        notes: Notices about how it was chosen, as sentences.
         adapter_check: Whether PEFT loads the best adapter as it was trained; None where the run has no such check.
         refit_of: Of a refit, the run whose winner was trained again on all rows, without validation; else empty.
         notices: Problems beside the result, such as a missing report, with their remedies, as sentences.
@@ -173,7 +172,6 @@ class TaskOutcome:
     scorer: str = ""
     scorer_failure: str = ""
     lead: Lead | None = None
-    notes: tuple[str, ...] = ()
     adapter_check: AdapterCheck | None = None
     refit_of: str = ""
     notices: tuple[str, ...] = ()

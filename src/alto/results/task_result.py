@@ -137,7 +137,9 @@ class TaskResult:
     @property
     def notes(self) -> tuple[str, ...]:
         """Notices about how the best adapter was chosen, as sentences."""
-        return self.outcome.notes
+        from alto.export import choice_notes
+
+        return choice_notes(self.history)
 
     @property
     def notices(self) -> tuple[str, ...]:

@@ -1,7 +1,6 @@
 """Runs and queues of runs on disk: their folders, their journals, and the state derived from these. Without torch."""
 
 from alto.runs.background import FLUSH_TIMEOUT_S, BackgroundObserver, ending_in_time, in_background
-from alto.runs.choice import choice_notes
 from alto.runs.commands import note_resumption, resume_command
 from alto.runs.events import Event, JournalEntry
 from alto.runs.files import is_disk_full, replace_file, sync_folder, write_error, writing
@@ -65,7 +64,6 @@ __all__ = [
     "TaskHistory",
     "TaskStage",
     "check_can_continue",
-    "choice_notes",
     "cut_journal",
     "ending_in_time",
     "find_runs",

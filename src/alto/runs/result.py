@@ -6,7 +6,6 @@ import math
 
 from alto.errors import NoResultError, RunError
 from alto.records import JobResult, TaskOutcome, exit_reason
-from alto.runs.choice import choice_notes
 from alto.runs.commands import resume_command
 from alto.runs.events import TaskCompleted
 from alto.runs.history import RunHistory
@@ -45,7 +44,6 @@ def task_outcome(history: RunHistory, run: RunDir) -> TaskOutcome:
         scorer=history.scorer,
         scorer_failure=history.scorer_failure,
         lead=lead_of_winner(history),
-        notes=choice_notes(history),
         adapter_check=history.adapter_check,
         refit_of="" if history.refit is None else history.refit.run,
     )

@@ -1,4 +1,8 @@
-"""Errors of requests, as OpenAI's clients read them: ``{"error": {message, type, param, code}}``."""
+"""Errors of the service, and answers that OpenAI's clients read: ``{"error": {message, type, param, code}}``.
+
+The store and the checks of access raise a :class:`TenantError`, which knows nothing of HTTP; ``service/web`` makes an
+:class:`ApiError` of it.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,16 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["ApiError", "not_found", "refused"]
+__all__ = [
+    "ApiError",
+    "JobStateError",
+    "ReusedKeyError",
+    "TenantError",
+    "TooManyRequestsError",
+    "UnknownJobError",
+    "not_found",
+    "refused",
+]
 
 _TYPES = {
     401: "authentication_error",
@@ -17,6 +30,45 @@ _TYPES = {
     502: "server_error",
     503: "server_error",
 }
+
+
+class TenantError(Exception):
+    """A wish of a tenant that cannot be carried out."""
+
+
+class UnknownJobError(TenantError):
+    """The tenant has no such job.
+
+    Args:
+        job: Its id.
+        param: Parameter of the request that names the job.
+    """
+
+    def __init__(self, job: str, param: str = "fine_tuning_job_id") -> None:
+        super().__init__(f"expected a fine-tuning job of the tenant, found none named {job[:100]!r}")
+        self.job = job
+        self.param = param
+
+
+class JobStateError(TenantError):
+    """A job cannot be changed in the state that it is in."""
+
+
+class ReusedKeyError(TenantError):
+    """An idempotency key was used for another request."""
+
+
+class TooManyRequestsError(TenantError):
+    """A tenant sends more requests than it may.
+
+    Args:
+        message: Expected and found.
+        wait_s: Seconds after which to try again.
+    """
+
+    def __init__(self, message: str, *, wait_s: int) -> None:
+        super().__init__(message)
+        self.wait_s = wait_s
 
 
 class ApiError(Exception):

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from importlib import resources
 from pathlib import Path
 
 from alto.spec.quoting import quoted
 
-__all__ = ["TEMPLATE_NAME", "chat_template_text", "is_template_text"]
+__all__ = ["TEMPLATE_NAME", "TOOLS_TEMPLATE", "chat_template_text", "is_template_name", "is_template_text"]
 
 TEMPLATE_NAME = "chat_template.jinja"
 """The file of it beside an exported adapter, as transformers names it beside a tokenizer."""
+
+TOOLS_TEMPLATE = "chatml-tools"
+"""Name of ALTO's own template: turns in ChatML, with tools and their calls as Hermes and Qwen 2.5 write them."""
 
 _MAX_BYTES = 2**20
 
@@ -19,14 +23,22 @@ def is_template_text(value: str) -> bool:
     return "{{" in value or "{%" in value
 
 
+def is_template_name(value: str) -> bool:
+    """Whether ``value`` names a template that is shipped."""
+    return value == TOOLS_TEMPLATE
+
+
 def chat_template_text(value: str) -> str:
-    """The text of the template: ``value`` itself, or that of the file it names.
+    """The text of the template: ``value`` itself, that of the shipped one it names, or that of the file it names.
 
     Raises:
         ValueError: There is no such file, or it cannot be read, or holds no template.
     """
     if is_template_text(value):
         return value
+    if is_template_name(value):
+        file = resources.files("alto").joinpath("assets", "chat-templates", f"{value}.jinja")
+        return file.read_text(encoding="utf-8")
     path = Path(value).expanduser()
     try:
         if path.stat().st_size > _MAX_BYTES:
@@ -35,8 +47,8 @@ def chat_template_text(value: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "no UTF-8 text"
         raise ValueError(
-            f"should be a Jinja text with {{{{ … }}}} or {{% … %}}, or a file of it, found {quoted(value)}: {reason}. "
-            "Correct the path, or write the template itself."
+            f"should be a Jinja text with {{{{ … }}}} or {{% … %}}, a file of it, or {TOOLS_TEMPLATE}, found "
+            f"{quoted(value)}: {reason}. Correct the path, or write the template itself."
         ) from None
     if not is_template_text(text):
         raise ValueError(

@@ -65,8 +65,8 @@ class DataKeys(SpecModel):
             the value of a preset, and 1024 for any other dataset. Rows are always cut at the model's positions.
         train_on: Which tokens of a row are trained: ``completion``, all replies of the assistant; ``last``, only the
             last of them; ``all``, the whole text. Of pairs, only replies are.
-        chat_template: A Jinja text, or a file of it, in place of the tokenizer's own chat template; it is written
-            beside the best adapter as ``chat_template.jinja``.
+        chat_template: A Jinja text, a file of it, or ``chatml-tools``, ALTO's own with calls of tools, in place of the
+            tokenizer's own chat template; it is written beside the best adapter as ``chat_template.jinja``.
         problem_type: What a classification head learns, as transformers names it; None finds it in the labels:
             ``regression`` with method ``regression``, several labels a row where they are lists, else one.
         num_labels: Number of labels; None counts those of the rows.

@@ -202,11 +202,10 @@ class JobConfig(SpecModel):
         given = method.without_others(canonical_keys(values, fields=fields, aliases=aliases, where="the job"))
         common = {key: value for key, value in given.items() if key not in method.fields}
         config = cls(**common, objective=method.settings(given))
-        if config.gradient_accumulation_steps > 1 and (method.compares_replies or method.entry.problem_types):
-            trainer = "transformers' Trainer" if method.entry.problem_types else "TRL"
+        if config.gradient_accumulation_steps > 1 and method.compares_replies:
             raise UnsupportedError(
                 f"gradient_accumulation_steps: expected 1 with method {method.name!r}, found "
-                f"{config.gradient_accumulation_steps}: {trainer} averages over micro-batches, of which the last of an "
+                f"{config.gradient_accumulation_steps}: TRL averages over micro-batches, of which the last of an "
                 "epoch may be smaller, and not over the rows of a step. Multiply per_device_train_batch_size by it."
             )
         if config.router_aux_loss_coef and method.entry.problem_types:
@@ -393,8 +392,20 @@ class JobConfig(SpecModel):
     @property
     def rows_per_step(self) -> int:
         """Rows of one optimizer step. Its loss is that of all its rows at once, so how they are divided into
-        micro-batches changes nothing."""
+        micro-batches changes nothing, except where rows have labels (:meth:`row_factors`)."""
         return self.per_device_train_batch_size * self.gradient_accumulation_steps
+
+    def row_factors(self, num_rows: int) -> tuple[float, ...]:
+        """The weight of each row of a step in the mean over micro-steps of their mean losses, relative to that in the
+        mean over rows: 1 for all where every micro-step has as many.
+
+        Args:
+            num_rows: Rows of the step; in the last one of an epoch, the last micro-step may have fewer than others.
+        """
+        size = self.per_device_train_batch_size
+        num_micro_steps = math.ceil(num_rows / size)
+        sizes = [min(size, num_rows - row // size * size) for row in range(num_rows)]
+        return tuple(num_rows / (num_micro_steps * of_micro_step) for of_micro_step in sizes)
 
     def steps_per_epoch(self, num_rows: int) -> int:
         """Steps of one epoch over ``num_rows`` rows; a last, smaller batch is kept, as HF's Trainer does."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from alto.errors import ConflictingKeysError, SpecError, UnsupportedError
-from alto.spec.chat_template import is_template_text
+from alto.spec.chat_template import is_template_name, is_template_text
 from alto.spec.early_exit import EarlyExit
 from alto.spec.keys import JOB_ALIASES, TASK_ALIASES
 from alto.spec.method import SETTING_ALIASES
@@ -148,7 +148,7 @@ def _resolve_path(field: object, value: Any, folder: Path) -> Any:
         return value
     if field == "model":
         return os.path.abspath(folder / value) if value.startswith(("./", "../")) else value
-    if field == "chat_template" and is_template_text(value):
+    if field == "chat_template" and (is_template_text(value) or is_template_name(value)):
         return value
     candidate = folder / value
     try:

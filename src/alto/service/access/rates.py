@@ -8,7 +8,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 
-from alto.service.errors import ApiError
+from alto.service.errors import TooManyRequestsError
 
 __all__ = ["RateLimiter"]
 
@@ -32,7 +32,7 @@ class RateLimiter:
         """Take a token of the bucket ``name``; None as the rate sets no limit.
 
         Raises:
-            ApiError: The bucket is empty; it says when to try again.
+            TooManyRequestsError: The bucket is empty; it says when to try again.
         """
         if requests_per_s is None:
             return
@@ -46,9 +46,7 @@ class RateLimiter:
                 self._buckets.popitem(last=False)
         if not has_one:
             wait_s = min(60, max(1, math.ceil((1.0 - tokens) / requests_per_s)))
-            raise ApiError(
-                429,
+            raise TooManyRequestsError(
                 f"expected at most {requests_per_s:g} requests a second, found more; try again in {wait_s} s",
-                code="rate_limit_exceeded",
-                headers={"Retry-After": str(wait_s)},
+                wait_s=wait_s,
             )

@@ -20,8 +20,9 @@ from alto.errors import AltoError
 from alto.export import page_environment
 from alto.service.access import Caller
 from alto.service.dashboard.assets import asset_url
-from alto.service.errors import ApiError
+from alto.service.errors import ApiError, TenantError
 from alto.service.web.access import COOKIE
+from alto.service.web.answers import api_error_of
 
 __all__ = ["PageRoute", "error_page", "live_answer", "local_path", "page"]
 
@@ -102,6 +103,8 @@ class PageRoute(APIRoute):
                 return await answer(request)
             except ApiError as error:
                 return error_page(request, error)
+            except TenantError as error:
+                return error_page(request, api_error_of(error))
             except RequestValidationError as error:
                 first = error.errors()[0]
                 return error_page(request, ApiError(400, f"{first['loc'][-1]}: {first['msg']}"))

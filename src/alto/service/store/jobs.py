@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from alto.service.errors import not_found, refused
+from alto.service.errors import JobStateError, UnknownJobError
 from alto.service.ids import now
 from alto.service.store.events import add_event
 from alto.service.store.tables import JobRow
@@ -25,11 +25,11 @@ def find_job(session: Session, tenant: str, job: str, param: str = "fine_tuning_
     """A job of a tenant, which a request names by ``param``.
 
     Raises:
-        ApiError: There is none.
+        UnknownJobError: There is none.
     """
     row = session.scalar(select(JobRow).where(JobRow.id == job, JobRow.tenant == tenant))
     if row is None:
-        raise not_found("fine-tuning job", job, param)
+        raise UnknownJobError(job, param)
     return row
 
 
@@ -66,7 +66,7 @@ def cancel_job(session: Session, tenant: str, job: str) -> JobRow:
     """End a job; an executor of it saves and ends soon.
 
     Raises:
-        ApiError: There is no such job, or it has ended otherwise.
+        UnknownJobError, JobStateError: There is no such job, or it has ended otherwise.
     """
     row, before = _changed(session, tenant, job, dict.fromkeys((*OPEN, "cancelled"), "cancelled"), "cancelled")
     if before != "cancelled":
@@ -79,7 +79,7 @@ def pause_job(session: Session, tenant: str, job: str) -> JobRow:
     """Have a job wait for :func:`resume_job`; an executor of it saves and ends soon.
 
     Raises:
-        ApiError: There is no such job, or it neither waits nor runs.
+        UnknownJobError, JobStateError: There is no such job, or it neither waits nor runs.
     """
     row, before = _changed(session, tenant, job, dict.fromkeys(("queued", "running", "paused"), "paused"), "paused")
     if before != "paused":
@@ -92,7 +92,7 @@ def resume_job(session: Session, tenant: str, job: str) -> JobRow:
     """Let a paused job continue from its checkpoint, once it is its turn.
 
     Raises:
-        ApiError: There is no such job, or it is not paused.
+        UnknownJobError, JobStateError: There is no such job, or it is not paused.
     """
     row, before = _changed(
         session, tenant, job, {"paused": "queued", "queued": "queued", "running": "running"}, "resumed"
@@ -108,10 +108,6 @@ def _changed(session: Session, tenant: str, job: str, to: Mapping[str, str], wha
     row = lock_job(session, job)
     assert row is not None, "rows of jobs stay"
     if row.status not in to:
-        raise refused(
-            f"fine_tuning_job_id: expected a job that can be {what}, found {row.id} {row.status}; nothing was changed",
-            "fine_tuning_job_id",
-            "invalid_state",
-        )
+        raise JobStateError(f"expected a job that can be {what}, found {row.id} {row.status}; nothing was changed")
     before, row.status = row.status, to[row.status]
     return row, before

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from sqlalchemy import delete, func, select
 from sqlalchemy.orm import Session
 
-from alto.service.errors import refused
+from alto.service.errors import ReusedKeyError
 from alto.service.ids import now
 from alto.service.store.store import Store
 from alto.service.store.tables import ReplayRow
@@ -88,7 +88,7 @@ class RequestMark:
         """Id of what the request has created before; None where it is a new one.
 
         Raises:
-            ApiError: The key was used for another request.
+            ReusedKeyError: The key was used for another request.
         """
         if session.get_bind().dialect.name == "postgresql":
             # An equal request that comes before the end of this transaction waits for it.
@@ -101,11 +101,8 @@ class RequestMark:
         if self.refusals.hides(self.digest, found.id):
             return None
         if found.body_hash != self.body_hash:
-            raise refused(
-                "Idempotency-Key: expected one of its own for every request, found one that was used for another "
-                "body; send a new key",
-                "Idempotency-Key",
-                "idempotency_key_reused",
+            raise ReusedKeyError(
+                "expected one of its own for every request, found one that was used for another body; send a new key"
             )
         return found.id
 

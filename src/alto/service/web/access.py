@@ -10,7 +10,8 @@ from fastapi import Depends, Request
 
 from alto.service.access import Caller, caller_of, has_keys
 from alto.service.context import service_of
-from alto.service.errors import ApiError
+from alto.service.errors import ApiError, TooManyRequestsError
+from alto.service.web.answers import api_error_of
 
 __all__ = ["COOKIE", "Reader", "Talker", "Writer", "caller", "check_origin"]
 
@@ -42,7 +43,10 @@ def caller(request: Request) -> Caller:
     check_origin(request)
     request.state.tenant = found.tenant
     limit = found.requests_per_s
-    service.rates.take(found.tenant, service.settings.requests_per_s if limit is None else limit)
+    try:
+        service.rates.take(found.tenant, service.settings.requests_per_s if limit is None else limit)
+    except TooManyRequestsError as error:
+        raise api_error_of(error) from error
     request.state.caller = found
     return found
 

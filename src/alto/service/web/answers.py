@@ -20,11 +20,20 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from alto.errors import AltoError, RunWriteError
-from alto.service.errors import ApiError
+from alto.service.errors import (
+    ApiError,
+    JobStateError,
+    ReusedKeyError,
+    TenantError,
+    TooManyRequestsError,
+    UnknownJobError,
+    not_found,
+    refused,
+)
 from alto.service.web.counts import RequestCounts
 from alto.service.web.repeats import forget_older
 
-__all__ = ["ERROR_ANSWERS", "ErrorAnswer", "RequestIds", "add_error_answers"]
+__all__ = ["ERROR_ANSWERS", "ErrorAnswer", "RequestIds", "add_error_answers", "api_error_of"]
 
 _LOG = logging.getLogger("alto.service.requests")
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -131,6 +140,7 @@ def add_error_answers(app: FastAPI, error_page: Callable[[Request, ApiError], Re
     """Have every error of ``app`` answered in OpenAI's form, or with ``error_page`` where a browser asks for a page."""
     app.state.error_page = error_page
     app.add_exception_handler(ApiError, _on_api_error)
+    app.add_exception_handler(TenantError, _on_tenant_error)
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(AltoError, _on_alto_error)
@@ -152,6 +162,26 @@ def _answer(request: Request, error: ApiError, *, has_database: bool = True) -> 
 def _on_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     return _answer(request, error)
+
+
+def _on_tenant_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, TenantError)
+    return _answer(request, api_error_of(error))
+
+
+def api_error_of(error: TenantError) -> ApiError:
+    """The answer to a request that failed with ``error``."""
+    match error:
+        case UnknownJobError():
+            return not_found("fine-tuning job", error.job, error.param)
+        case JobStateError():
+            return refused(f"fine_tuning_job_id: {error}", "fine_tuning_job_id", "invalid_state")
+        case ReusedKeyError():
+            return refused(f"Idempotency-Key: {error}", "Idempotency-Key", "idempotency_key_reused")
+        case TooManyRequestsError():
+            return ApiError(429, str(error), code="rate_limit_exceeded", headers={"Retry-After": str(error.wait_s)})
+        case _:
+            return refused(str(error))
 
 
 def _on_invalid(request: Request, error: Exception) -> Response:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from journals import entries
 
-from alto.runs import RunHistory, choice_notes
+from alto.export import choice_notes
+from alto.runs import RunHistory
 
 
 def test_nothing_is_said_of_a_plain_winner(small_run) -> None:

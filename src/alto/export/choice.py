@@ -6,10 +6,9 @@ import math
 from collections.abc import Sequence
 
 from alto.records import ExitReason, Lead
+from alto.runs import JobHistory, RunHistory
 from alto.runs.configurations import ConfigurationHistory, repeated_configurations
 from alto.runs.events import RungScored
-from alto.runs.history import RunHistory
-from alto.runs.job_history import JobHistory
 from alto.runs.lead import lead_of_winner
 from alto.spec.metric import LOSS, loss_scale
 
