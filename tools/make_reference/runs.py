@@ -63,8 +63,8 @@ Many tasks (`alto run`) share the folder of their queue:
 
 def _drawn(module: object) -> str:
     """The folder that is drawn at the top of a module."""
-    drawn = textwrap.dedent(re.split(r"::\n\n", inspect.getdoc(module) or "")[1].split("\n\n``")[0])
-    return drawn.rstrip()
+    drawn = re.split(r"::\n\n", inspect.getdoc(module) or "")[1]
+    return textwrap.dedent(re.split(r"\n\n(?=\S)", drawn)[0]).rstrip()
 
 
 def journal_section() -> str:

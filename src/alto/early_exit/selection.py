@@ -289,7 +289,7 @@ class Selection:
         better = [
             Standing(job=job, step=0, validation_loss=0.0, score=UNBEATABLE, is_training=True) for job in sorted(coming)
         ]
-        kept = self._ranked([*present, *better]).kept
+        kept = self._select(self._rungs_held, [*present, *better]).kept
         return frozenset(
             job for job in kept if self.is_waiting(job) and self._tracks[job].steps < self.furthest_stop(job)
         )
@@ -313,7 +313,7 @@ class Selection:
         """Decide the next rung: rank, end those dropped, and let the others continue."""
         _require(self.rung_ready(), "every job that trains to wait at the rung, found that some do not")
         standings = self.standings()
-        rung_result = self._ranked(standings)
+        rung_result = self._select(self._rungs_held, standings)
         for decision in rung_result.dropped:
             self.end(decision)
         for standing in standings:
@@ -359,16 +359,12 @@ class Selection:
         return [group.members[0] for group in self._ranked_bests()[:count]]
 
     def front_runners(self) -> tuple[str, ...]:
-        """The jobs that train, best first: by their values at the last decided rung, before any by their best
-        evaluations; those without a value come last, the one with the most steps first."""
-        training = self.training
-        points: list[LossPoint] = []
-        if self._rungs_held:
-            at_last_rung = (self._at_rung(job, self._rungs_held - 1) for job in training)
-            points = [point for point in at_last_rung if point is not None]
-        points = points or [best for job in training if (best := self._tracks[job].best) is not None]
+        """Return the jobs that train, best first by their values at the last decided rung, or else by their best
+        evaluations. Jobs without a value come last, most steps first."""
+        at_rung = [self._at_rung(job, self._rungs_held - 1) for job in self.training] if self._rungs_held else []
+        points = [point for point in at_rung if point] or [best for best in map(self.best, self.training) if best]
         ranked = [group.members[0].job for group in ranked_configurations(points, {}, set())]
-        others = sorted(set(training) - set(ranked), key=lambda job: (-self._tracks[job].ema.count, job))
+        others = sorted(set(self.training) - set(ranked), key=lambda job: (-self._tracks[job].ema.count, job))
         return (*ranked, *others)
 
     def within_noise_of_winner(self) -> list[LossPoint]:
@@ -381,10 +377,6 @@ class Selection:
         group = leading_group(competing)
         others = [point for point in group if point.score != group[0].score]
         return [best_of[point.job] for point in sorted(others, key=lambda point: (point.sort_key, point.job))]
-
-    def _ranked(self, standings: Sequence[Standing]) -> RungResult:
-        """The outcome of the next rung, if only ``standings`` competed at it."""
-        return self._select(self._rungs_held, standings)
 
     def _select(self, rung_index: int, standings: Sequence[Standing]) -> RungResult:
         return self.policy.select(
@@ -454,6 +446,4 @@ class Selection:
 
 def _require(condition: bool, expected_and_found: str) -> None:
     if not condition:
-        raise RunError(
-            f"Early exit: expected {expected_and_found}. Report every event to the selection once and in order."
-        )
+        raise RunError(f"Early exit: expected {expected_and_found}. Report each event to the selection once, in order.")

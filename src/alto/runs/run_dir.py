@@ -15,7 +15,7 @@
         run.lock             held by the process that works on the run
         lease                number of the last permission to work on it, where a service gives them
 
-When the task ends, only what its key ``keep`` says stays in ``jobs`` (:mod:`alto.runs.kept`).
+When the task ends, its key ``keep`` decides what stays in ``jobs``, see :mod:`alto.runs.kept`.
 ``best.previous`` and ``last.previous`` are what the last committed checkpoint refers to while a newer one is written;
 they are removed once that is committed.
 """
