@@ -43,7 +43,7 @@ KEYS: dict[str, Any] = {
     "seed": 3,
 }
 SHAPE: dict[str, Any] = {"r": 8, "lora_alpha": 128, "target_modules": ["q_proj", "v_proj", "up_proj", "down_proj"]}
-METHODS: dict[str, dict[str, Any]] = {"sft": {"search": {"budget": {"samples": 90}}}, "dpo": {}}
+METHODS: dict[str, dict[str, Any]] = {"sft": {"search": {"budget": {"samples": 70}}}, "dpo": {}}
 """Why a winner is best before its last step: the budget of the run is spent, or its validation loss rises again."""
 
 

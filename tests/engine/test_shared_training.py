@@ -307,7 +307,7 @@ def test_a_measurement_that_fails_leaves_the_base_model_to_the_others(
     hosted(host, 0, tasks["alder"], tmp_path / "alder")
     host.turn()
 
-    def measured(context: Any) -> Any:
+    def measured(context: Any, **others: Any) -> Any:
         eject(context.backbone.model)
         raise DeviceMemoryError("none for the measurement")
 

@@ -271,19 +271,29 @@ def test_every_way_to_split_is_recognised_and_no_two_are_the_same(name: str) -> 
     assert writer.added["token_types"][257:260] == [3, 3, 5]
 
 
-def test_tokens_that_are_added_to_every_text_are_marked() -> None:
-    tokenizer = byte_bpe(_SPLITTERS["gpt-2"].build())
-    backend = tokenizer.backend_tokenizer
-    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 257)])
-    marked = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+@pytest.mark.parametrize(
+    ("added", "begins", "ends"),
+    [("$A", False, False), ("<s> $A", True, False), ("$A </s>", False, True), ("<s> $A </s>", True, True)],
+)
+def test_tokens_that_are_added_to_every_text_are_marked_and_no_others(added: str, begins: bool, ends: bool) -> None:
+    """A tokenizer may have both tokens and add neither, as Qwen's do."""
     writer = Writer()
-    add_vocabulary(writer, marked, 259)
-    assert (writer.added["add_bos_token"], writer.added["add_eos_token"]) == (True, False)
-    assert writer.added["bos_token_id"] == 257
-    backend.post_processor = processors.TemplateProcessing(single="<s> <s> $A", special_tokens=[("<s>", 257)])
-    strange = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    add_vocabulary(writer, adding(added), 259)
+    assert (writer.added["add_bos_token"], writer.added["add_eos_token"]) == (begins, ends)
+    assert (writer.added["bos_token_id"], writer.added["eos_token_id"]) == (257, 258)
+
+
+def test_other_additions_to_every_text_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="expected a tokenizer that adds the BOS and EOS tokens alone"):
-        add_vocabulary(Writer(), strange, 259)
+        add_vocabulary(Writer(), adding("<s> <s> $A"), 259)
+
+
+def adding(template: str) -> PreTrainedTokenizerFast:
+    """A tokenizer that adds what ``template`` says to every text."""
+    backend = byte_bpe(_SPLITTERS["gpt-2"].build()).backend_tokenizer
+    tokens = [("<s>", 257), ("</s>", 258)]
+    backend.post_processor = processors.TemplateProcessing(single=template, special_tokens=tokens)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
 
 
 @pytest.mark.parametrize(

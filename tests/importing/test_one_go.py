@@ -235,7 +235,7 @@ def test_all_kinds_are_here() -> None:
 def test_two_commands_train_what_the_file_says(name: str, folder: Path) -> None:
     said = SAID[name]
     run("import", localise(folder / name), "--to", "task.yaml")
-    best = Path(run("tune", "task.yaml", "--set", "early_exit=false", "--quiet"))
+    best = Path(run("tune", "task.yaml", "--set", "early_exit=false", "--set", "keep=all", "--quiet"))
 
     events = read_journal(best.parent)
     started, done = events[0], events[-1]

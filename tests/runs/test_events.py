@@ -45,7 +45,7 @@ PLAIN: Mapping[Any, st.SearchStrategy[Any]] = {
     str: st.text(max_size=8),
     bool: st.booleans(),
     int: st.integers(-(2**60), 2**60),
-    float: st.floats(),
+    float: st.floats().map(lambda number: number + 0.0),  # -0.0 equals a default of 0.0, which is not written
     Gpu: st.builds(Gpu, st.text(max_size=4), st.integers(0, 64)),
     Any: st.recursive(
         st.none() | st.booleans() | st.integers(-9, 9) | st.text(max_size=4),

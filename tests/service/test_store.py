@@ -25,14 +25,13 @@ from alto.errors import ServiceError
 from alto.service.access import caller_of, create_key, create_tenant, has_keys, revoke_key
 from alto.service.access import keys as keys_module
 from alto.service.coordinator import leadership as leadership_module
-from alto.service.coordinator.coordinator import _in_turns
 from alto.service.coordinator.leadership import LEASE_S, Leadership, LostLeadershipError
 from alto.service.errors import JobStateError, ReusedKeyError, TenantError, TooManyRequestsError, UnknownJobError
 from alto.service.ids import new_id, now
 from alto.service.store import Store
 from alto.service.store import store as store_module
 from alto.service.store.events import add_event, events_of
-from alto.service.store.jobs import cancel_job, count_open, find_job, lock_job, pause_job, resume_job
+from alto.service.store.jobs import cancel_job, count_open, find_job, in_turns, lock_job, pause_job, resume_job
 from alto.service.store.paging import page_of
 from alto.service.store.replays import Refusals, RequestMark
 from alto.service.store.store import database_time
@@ -406,8 +405,8 @@ def test_a_database_of_an_older_version_gets_a_new_leader_at_once(database: str)
 def test_tenants_take_turns(store: Store) -> None:
     """Those first who have fewest jobs in the control plane; of each its own order."""
     waiting = [("a1", "a"), ("a2", "a"), ("a3", "a"), ("b1", "b"), ("c1", "c")]
-    assert _in_turns(waiting, {}) == ["a1", "b1", "c1", "a2", "a3"]
-    assert _in_turns(waiting, {"a": 1, "c": 2}) == ["b1", "a1", "a2", "c1", "a3"]
+    assert in_turns(waiting, {}) == ["a1", "b1", "c1", "a2", "a3"]
+    assert in_turns(waiting, {"a": 1, "c": 2}) == ["b1", "a1", "a2", "c1", "a3"]
 
 
 def test_errors_of_store_and_access_are_answered_at_the_edge() -> None:

@@ -108,8 +108,8 @@ A step is one optimizer step on `per_device_train_batch_size` × `gradient_accum
 over all its trained tokens, as in transformers' `Trainer` with `num_items_in_batch`. How many rows are computed at a
 time is chosen by the memory and changes nothing, so only the product of the two keys matters (but for the loss of
 routers, below). Where rows have labels, it is the mean over micro-steps of their mean losses, which differs where the
-last micro-step of an epoch has fewer rows. With methods on pairs, TRL averages over micro-batches instead, and `gradient_accumulation_steps` above
-1 is refused.
+last micro-step of an epoch has fewer rows. With methods on pairs, TRL averages over micro-batches instead, and
+`gradient_accumulation_steps` above 1 is refused.
 
 `neftune_noise_alpha` adds noise from the uniform distribution over ± alpha / √(length × hidden size) to the token
 embeddings in training, with draws of the job's own; 5 is usual, 0 or null is none. The length is that of a row itself:

@@ -7,11 +7,10 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TypeAlias
 
 from sqlalchemy import select
@@ -24,7 +23,7 @@ from alto.runs import RunDir, has_result
 from alto.runs.progress import outlook
 from alto.service.context import Service
 from alto.service.coordinator.durations import remember_duration
-from alto.service.coordinator.faults import code_of, code_of_end, is_of_service, is_of_storage
+from alto.service.coordinator.faults import code_of, code_of_end, is_of_service, is_of_storage, missing_file
 from alto.service.coordinator.housekeeping import keep_house
 from alto.service.coordinator.leadership import LEASE_S, Leadership, LostLeadershipError
 from alto.service.coordinator.projection import Projection
@@ -34,7 +33,7 @@ from alto.service.errors import ApiError
 from alto.service.ids import now
 from alto.service.serving import registering
 from alto.service.store.events import add_event
-from alto.service.store.jobs import ENDED, levels_of, lock_job
+from alto.service.store.jobs import ENDED, in_turns, levels_of, lock_job, wanted_jobs
 from alto.service.store.tables import JobRow, Tenant
 
 __all__ = ["Coordinator", "OpenPlane"]
@@ -240,13 +239,8 @@ class Coordinator:
         # Ended ones whose results cannot be kept yet take nobody's place.
         working = [live for live in begun.values() if not live.has_ended]
         with self._service.store.reading() as session:
-            rows = session.execute(
-                select(JobRow.id, JobRow.tenant, JobRow.priority)
-                .where(JobRow.status.in_(("queued", "running")), JobRow.id.not_in([*begun, *self._put_off]))
-                .order_by(JobRow.priority.desc(), JobRow.number)
-            )
-            wanted = [(job, tenant, priority) for job, tenant, priority in rows]
-        order = _in_turns([(job, tenant) for job, tenant, _ in wanted], Counter(live.tenant for live in working))
+            wanted = wanted_jobs(session, [*begun, *self._put_off])
+        order = in_turns([(job, tenant) for job, tenant, _ in wanted], Counter(live.tenant for live in working))
         levels = levels_of(wanted)
         next_ones = order[: max(0, min(MOST_SUBMITTED, 2 * num_gpus) - len(working))]
         moved: dict[str, int] = {}
@@ -402,7 +396,7 @@ class Coordinator:
                 self._delay(job, error)
                 return
             if isinstance(error, FileNotFoundError):
-                self._fail(job, "missing_file", None, _missing(error))
+                self._fail(job, "missing_file", None, missing_file(error))
                 return
             if not isinstance(error, AltoError | ApiError):
                 _LOG.error("job %s fails by an error that was not expected", job.id, exc_info=error)
@@ -451,22 +445,3 @@ class Coordinator:
             row = lock_job(session, job)
             assert row is not None, "rows of jobs stay"
             yield session, row
-
-
-def _in_turns(jobs: Sequence[tuple[str, str]], num_live: Mapping[str, int]) -> list[str]:
-    """The order in which the control plane gets jobs: one of each tenant in turn, those first who have fewest there.
-
-    Args:
-        jobs: Id and tenant, of each tenant in the order of its own priorities.
-        num_live: Jobs of a tenant that the control plane has.
-    """
-    seen, keys = Counter(num_live), dict[str, tuple[int, int]]()
-    for place, (job, tenant) in enumerate(jobs):
-        keys[job] = seen[tenant], place
-        seen[tenant] += 1
-    return sorted(keys, key=keys.__getitem__)
-
-
-def _missing(error: FileNotFoundError) -> str:
-    name = Path(str(error.filename)).name if error.filename else str(error)
-    return f"expected all files of the job, found that {name} is gone; create the job again"

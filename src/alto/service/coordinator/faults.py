@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
@@ -10,7 +12,7 @@ from alto.errors import AltoError, DataError, ModelError, RunWriteError
 from alto.service.coordinator.leadership import LostLeadershipError
 from alto.service.errors import ApiError
 
-__all__ = ["code_of", "code_of_end", "is_of_service", "is_of_storage"]
+__all__ = ["code_of", "code_of_end", "is_of_service", "is_of_storage", "missing_file"]
 
 
 def is_of_service(error: Exception) -> bool:
@@ -44,3 +46,9 @@ def is_of_storage(error: Exception) -> bool:
     return isinstance(error, RunWriteError) or (
         isinstance(error, OSError) and not isinstance(error, AltoError | FileNotFoundError)
     )
+
+
+def missing_file(error: FileNotFoundError) -> str:
+    """Describe a file of a job that is gone, to its user."""
+    name = Path(str(error.filename)).name if error.filename else str(error)
+    return f"expected all files of the job, found that {name} is gone; create the job again"

@@ -5,7 +5,8 @@ The status in the database is what the user wants and sees; the coordinator make
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
@@ -15,7 +16,19 @@ from alto.service.ids import now
 from alto.service.store.events import add_event
 from alto.service.store.tables import JobRow
 
-__all__ = ["ENDED", "OPEN", "cancel_job", "count_open", "find_job", "levels_of", "lock_job", "pause_job", "resume_job"]
+__all__ = [
+    "ENDED",
+    "OPEN",
+    "cancel_job",
+    "count_open",
+    "find_job",
+    "in_turns",
+    "levels_of",
+    "lock_job",
+    "pause_job",
+    "resume_job",
+    "wanted_jobs",
+]
 
 OPEN = ("validating_files", "queued", "running", "paused")
 ENDED = ("succeeded", "failed", "cancelled")
@@ -46,6 +59,16 @@ def count_open(session: Session, tenant: str) -> int:
     return session.scalar(statement) or 0
 
 
+def wanted_jobs(session: Session, without: Collection[str]) -> list[tuple[str, str, int]]:
+    """Return id, tenant and priority of the jobs that are to run, the highest priority first, except ``without``."""
+    rows = session.execute(
+        select(JobRow.id, JobRow.tenant, JobRow.priority)
+        .where(JobRow.status.in_(("queued", "running")), JobRow.id.not_in(without))
+        .order_by(JobRow.priority.desc(), JobRow.number)
+    )
+    return [(job, tenant, priority) for job, tenant, priority in rows]
+
+
 def levels_of(jobs: Iterable[tuple[str, str, int]]) -> dict[str, int]:
     """The priority of each job in the schedule, where the best of every tenant are equal.
 
@@ -60,6 +83,20 @@ def levels_of(jobs: Iterable[tuple[str, str, int]]) -> dict[str, int]:
         known = levels.setdefault(tenant, {})
         found[job] = known.setdefault(priority, -len(known))
     return found
+
+
+def in_turns(jobs: Sequence[tuple[str, str]], num_live: Mapping[str, int]) -> list[str]:
+    """The order in which the control plane gets jobs: one of each tenant in turn, those first who have fewest there.
+
+    Args:
+        jobs: Id and tenant, of each tenant in the order of its own priorities.
+        num_live: Jobs of a tenant that the control plane has.
+    """
+    seen, keys = Counter(num_live), dict[str, tuple[int, int]]()
+    for place, (job, tenant) in enumerate(jobs):
+        keys[job] = seen[tenant], place
+        seen[tenant] += 1
+    return sorted(keys, key=keys.__getitem__)
 
 
 def cancel_job(session: Session, tenant: str, job: str) -> JobRow:
