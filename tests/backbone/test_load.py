@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -104,6 +105,13 @@ class TestHalfPrecisionOnACpu:
         objects = BaseObjects(model=model, tokenizer=AutoTokenizer.from_pretrained(ASSET), name="<Model object>")
         with pytest.raises(UnsupportedError, match=r"; give model\.float\(\), or use a GPU$"):
             load_backbone(BaseModelSpec(id="<Model object>", objects=objects))
+
+    @pytest.mark.parametrize("device", ["cuda", "meta"])
+    def test_is_not_looked_at_on_another_device(self, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: pytest.fail("a GPU has its own instructions"))
+        monkeypatch.setattr("alto.backbone.load.load_network", Mock(side_effect=LookupError("loaded")))
+        with pytest.raises(LookupError, match="loaded"):
+            load_backbone(BaseModelSpec(id="alto-tiny", dtype="bfloat16"), device=device)
 
     def test_torch_names_the_instructions_of_this_cpu(self) -> None:
         found = torch.cpu.get_capabilities()

@@ -102,7 +102,8 @@ def load_backbone(
             allow, or has no weights of the kind that ``use_safetensors`` selects.
         UnsupportedModelError: The padding-free pass would differ from the model's own forward pass.
         UnsupportedError: ``torch_compile`` without a compiler, quantisation without bitsandbytes, a model that is
-            quantised by other means, or a CPU without instructions for the half precision asked for. With ``mesh``: ``torch_compile``, pickle files, a model quantised on disk.
+            quantised by other means, or a CPU without instructions for the half precision asked for. With ``mesh``:
+            ``torch_compile``, pickle files, a model quantised on disk.
     """
     if spec.torch_compile and mesh is not None:
         raise UnsupportedError(
