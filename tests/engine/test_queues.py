@@ -7,7 +7,7 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +28,7 @@ from alto.early_exit import audit
 from alto.engine.estimates import base_key, estimate_of
 from alto.engine.measuring import Measurement
 from alto.engine.queue_setup import unique_names
-from alto.engine.queues import _saving
+from alto.engine.queues import UNKNOWN_DURATION_S, _saving
 from alto.engine.work import PLAN_ANEW, PLAN_FILE
 from alto.errors import (
     DataFileNotFoundError,
@@ -497,3 +497,58 @@ def test_names_are_unique(tmp_path: Path) -> None:
     tasks = [make_task(tmp_path, name=name) for name in ("a", "a", "a-2", "a", "b")]
     names = unique_names(tasks)
     assert names == ["a", "a-3", "a-2", "a-4", "b"]
+
+
+def test_a_queue_has_its_folder_before_its_tasks_are_measured_and_is_resumed_from_there(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks = tiny_tasks(tmp_path, model, ["a", "a"])
+    measured = list[list[str]]()
+
+    def stopped(measurement: Measurement, tasks: Sequence[alto.Task]) -> list[TaskEstimate]:
+        measured.append([task.name for task in tasks])
+        measurement.on_measuring(tasks[0])
+        measurement.on_measured(tasks[0], 7.0)
+        measurement.on_measuring(tasks[1])
+        raise KeyboardInterrupt
+
+    def estimates(measurement: Measurement, tasks: Sequence[alto.Task]) -> list[TaskEstimate]:
+        measured.append([task.name for task in tasks])
+        measurement.on_measuring(tasks[1])
+        measurement.on_measured(tasks[1], 9.0)
+        return [TaskEstimate(duration_s=7.0), TaskEstimate(duration_s=9.0)]
+
+    monkeypatch.setenv("ALTO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(Measurement, "estimates", stopped)
+    engine = alto.Engine(total_gpus=2, output_dir=tmp_path / "runs")
+    with pytest.raises(KeyboardInterrupt) as stop:
+        engine.batched_execution(tasks)
+    (root,) = (tmp_path / "runs").iterdir()
+    assert stop.value.__notes__ == [f"continue with: alto resume {root}"]
+    queue = read_queue_history(root)
+    assert [(task.duration_s, task.measuring is not None) for task in queue.tasks.values()] == [
+        (7.0, False),
+        (UNKNOWN_DURATION_S, True),
+    ]
+    monkeypatch.setattr(Measurement, "estimates", estimates)
+    assert [result.task for result in engine.resume_queue(root)] == ["a", "a"]
+    assert measured == [["a", "a-2"]] * 2
+    assert [(entry.duration_s, entry.is_unmeasured) for entry in QueueDir(root).read()[0]] == [
+        (7.0, False),
+        (9.0, False),
+    ]
+    engine.resume_queue(root)
+    assert len(measured) == 2
+    assert not any(task.measuring for task in read_queue_history(root).tasks.values())
+
+
+def test_a_queue_whose_tasks_cannot_be_measured_leaves_no_folder(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> list[TaskEstimate]:
+        raise ProfileError("task 'a': expected to measure what it takes, found less memory")
+
+    monkeypatch.setattr(Measurement, "estimates", fails)
+    with pytest.raises(ProfileError, match="found less memory"):
+        alto.Engine(output_dir=tmp_path / "runs").batched_execution(tiny_tasks(tmp_path, model, ["a"]))
+    assert list((tmp_path / "runs").iterdir()) == []

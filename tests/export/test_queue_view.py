@@ -96,3 +96,19 @@ def test_one_slot_and_one_task_are_singular():
     console = Console(file=io.StringIO(), width=80)
     console.print(queue_summary(progress))
     assert console.file.getvalue().startswith("0 of 1 task done on 1 CPU slot: ")
+
+
+def measuring(time: float, **more: Any) -> dict[str, Any]:
+    return {"event": "measuring", "time": time, "task": "a", "model": "tiny", **more}
+
+
+def test_the_time_of_a_queue_counts_the_measuring_before_it():
+    progress = QueueProgress()
+    measured = {"event": "measured", "time": 65.0, "task": "a", "duration_s": 20.0}
+    for each in entries(
+        [RESUMED[0], measuring(5.0), measured, started(65.0), {"event": "queue_completed", "time": 90.0}]
+    ):
+        progress.apply(each)
+    console = Console(file=io.StringIO(), width=80)
+    console.print(queue_summary(progress))
+    assert "after 1 min 30 s, 1 min 00 s of them for measuring" in " ".join(console.file.getvalue().split())

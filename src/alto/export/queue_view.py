@@ -146,7 +146,7 @@ def queue_summary(
     status = queue.status(is_live=is_live)
     state = "not finished" if status is RunStatus.RUNNING else status.value
     lines: list[RenderableType] = [
-        Text.assemble((_headline(queue), "bold"), f": {state} after {format_duration(queue.duration_s)}"),
+        Text.assemble((_headline(queue), "bold"), f": {state} after {_wall_time(queue)}"),
         *(Text(f"note: {clean(notice)}", style="yellow") for notice in queue.notices),
         *_unreadable(progress),
         "",
@@ -155,6 +155,12 @@ def queue_summary(
     if queue_dir is not None:
         lines.append(Text(f"adapters: {clean(Path(queue_dir) / 'tasks')}/<task>/best", overflow="fold"))
     return Group(*lines)
+
+
+def _wall_time(queue: QueueHistory) -> str:
+    """How long the queue has worked, with the measuring before its first schedule."""
+    total = format_duration(queue.duration_s)
+    return f"{total}, {format_duration(queue.measuring_s)} of them for measuring" if queue.measuring_s else total
 
 
 def task_list(progress: QueueProgress) -> RenderableType:
@@ -274,6 +280,8 @@ def _time(task: TaskHistory, now: float, *, is_short: bool) -> str:
 
 
 def _note(task: TaskHistory) -> str:
+    if task.measuring is not None:
+        return describe_measuring(task.measuring)
     if task.failure:
         return clean(task.failure)
     if task.is_cancelled:

@@ -75,6 +75,7 @@ class QueueProgress:
         match entry.event:
             case TaskMeasured():
                 self.num_measured += 1
+                self.queue.apply(entry)
             case TaskRelayed(task=task, entry=JournalEntry(event=TaskStarted(), is_replayed=False) as first):
                 self.runs[task] = RunHistory.of([first])
             case TaskRelayed(task=task, entry=relayed):
