@@ -60,7 +60,7 @@ def test_a_plan_says_that_the_disk_may_be_too_small(task_file: Path, monkeypatch
 def test_a_plan_says_what_it_measures_before_it_does_and_nothing_where_a_measurement_is_kept(task_file: Path):
     first, second = (CliRunner().invoke(app, ["plan", str(task_file)]) for _ in range(2))
     assert "measuring memory and time of" in first.stderr
-    assert "kept for later runs" in first.stderr
+    assert "for later runs of the same task" in first.stderr
     assert "measuring" not in first.stdout.split("jobs:")[0]
     assert "with the measuring, which a run of the same task does not repeat" in " ".join(first.stdout.split())
     assert second.stderr == ""

@@ -67,6 +67,7 @@ class PlainView:
         self._num_bests_reported = 0
         self._best_reported: float | None = None
         self._tenths_reported = 0
+        self._measuring_since: float | None = None
 
     def __enter__(self) -> PlainView:
         return self
@@ -77,7 +78,8 @@ class PlainView:
     def observe(self, entry: JournalEntry) -> None:
         """Fold in one entry of the journal and write what is new."""
         if isinstance(entry.event, events.MeasuringBegun):
-            self._say(describe_measuring(entry.event))
+            self._measuring_since = entry.time if self._measuring_since is None else self._measuring_since
+            self._say(describe_measuring(entry.event), after_s=entry.time - self._measuring_since)
             return
         self.history.apply(entry)
         if isinstance(entry.event, events.TaskStarted | events.JobAdded):
@@ -284,8 +286,9 @@ class PlainView:
         config = describe_config(tidy_config(job.config), self._keys)
         return f"{clean(job.job)} ({config})" if config else clean(job.job)
 
-    def _say(self, line: str) -> None:
-        text = f"[{format_duration(self.history.duration_s):>11}] {line}\n"
+    def _say(self, line: str, *, after_s: float | None = None) -> None:
+        """Write a line with the time since the run began, or ``after_s`` seconds."""
+        text = f"[{format_duration(self.history.duration_s if after_s is None else after_s):>11}] {line}\n"
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
         # In a log with a narrow encoding, a character is replaced rather than the run ended.
         self._stream.write(text.encode(encoding, "replace").decode(encoding))
