@@ -378,7 +378,7 @@ def measurement(cluster: Measuring, told: list[Any], *, is_interrupted: bool = F
         cluster=cast(Cluster, cluster),
         is_parallel=True,
         refresh=True,
-        on_measuring=lambda task: told.append(task.name),
+        on_measuring=lambda task, begun: told.append(task.name),
         on_measured=lambda task, duration_s: told.append((task.name, duration_s)),
         is_interrupted=lambda: is_interrupted,
     )
@@ -507,14 +507,14 @@ def test_a_queue_has_its_folder_before_its_tasks_are_measured_and_is_resumed_fro
 
     def stopped(measurement: Measurement, tasks: Sequence[alto.Task]) -> list[TaskEstimate]:
         measured.append([task.name for task in tasks])
-        measurement.on_measuring(tasks[0])
+        measurement.on_measuring(tasks[0], None)
         measurement.on_measured(tasks[0], 7.0)
-        measurement.on_measuring(tasks[1])
+        measurement.on_measuring(tasks[1], None)
         raise KeyboardInterrupt
 
     def estimates(measurement: Measurement, tasks: Sequence[alto.Task]) -> list[TaskEstimate]:
         measured.append([task.name for task in tasks])
-        measurement.on_measuring(tasks[1])
+        measurement.on_measuring(tasks[1], None)
         measurement.on_measured(tasks[1], 9.0)
         return [TaskEstimate(duration_s=7.0), TaskEstimate(duration_s=9.0)]
 
@@ -526,10 +526,13 @@ def test_a_queue_has_its_folder_before_its_tasks_are_measured_and_is_resumed_fro
     (root,) = (tmp_path / "runs").iterdir()
     assert stop.value.__notes__ == [f"continue with: alto resume {root}"]
     queue = read_queue_history(root)
-    assert [(task.duration_s, task.measuring is not None) for task in queue.tasks.values()] == [
-        (7.0, False),
-        (UNKNOWN_DURATION_S, True),
+    assert [(task.duration_s, task.measuring is not None, task.is_unmeasured) for task in queue.tasks.values()] == [
+        (7.0, False, False),
+        (UNKNOWN_DURATION_S, True, True),
     ]
+    shown = CliRunner().invoke(app, ["show", str(root)]).output
+    assert "not measured yet" in shown
+    assert "measuring memory" not in shown  # nobody does
     monkeypatch.setattr(Measurement, "estimates", estimates)
     assert [result.task for result in engine.resume_queue(root)] == ["a", "a"]
     assert measured == [["a", "a-2"]] * 2

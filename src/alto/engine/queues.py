@@ -47,6 +47,7 @@ from alto.runs.events import NO_SEQ, MeasuringBegun, QueuedTask, QueueResumed, Q
 from alto.scheduler import METHODS, SchedulingProblem
 from alto.scheduler.queue import Queue, QueueSettings
 from alto.spec import Task
+from alto.spec.cache_home import cache_home
 
 __all__ = ["QueueRunner"]
 
@@ -173,7 +174,7 @@ class QueueRunner:
 
     def _schedule(self, tasks: Sequence[Task], method: str, cluster: Cluster, *, refresh: bool) -> Schedule:
         self._setup.check(tasks, cluster)
-        estimates = self._estimates(tasks, self._setup, cluster, self._tell, refresh=refresh)
+        estimates = self._estimates(tasks, self._setup, cluster, self._show_only, refresh=refresh)
         return _first_schedule(self._setup.problem(tasks, estimates, cluster.nodes), method)
 
     def _estimates(
@@ -186,12 +187,22 @@ class QueueRunner:
         refresh: bool = False,
     ) -> list[TaskEstimate]:
         """What each of ``tasks`` takes; ``tell`` is called when a task begins to be measured, and when it was."""
+
+        def on_measured(task: Task, duration_s: float) -> None:
+            tell(TaskMeasured(task=task.name, duration_s=duration_s))
+
+        def on_measuring(task: Task, begun: MeasuringBegun | None) -> None:
+            if begun is None:
+                tell(MeasuringBegun(task=task.name, model=task.model, kept_in=str(cache_home())))
+            else:
+                tell(replace(begun, task=task.name, is_update=True))
+
         measurement = Measurement(
             cluster=cluster,
             is_parallel=setup.is_parallel,
             refresh=refresh,
-            on_measuring=lambda task: tell(MeasuringBegun(task=task.name, model=task.model)),
-            on_measured=lambda task, duration_s: tell(TaskMeasured(task=task.name, duration_s=duration_s)),
+            on_measuring=on_measuring,
+            on_measured=on_measured,
             is_interrupted=self._is_interrupted,
         )
         return [setup.allowed(estimate) for estimate in measurement.estimates(tasks)]
@@ -216,7 +227,7 @@ class QueueRunner:
             queue_dir.note_estimate(task.name, estimate)
         return _first_schedule(setup.problem(named, estimates, cluster.nodes), method)
 
-    def _tell(self, event: MeasuringBegun | TaskMeasured) -> None:
+    def _show_only(self, event: MeasuringBegun | TaskMeasured) -> None:
         self._show(JournalEntry(seq=NO_SEQ, time=time.time(), event=event))
 
     def _show(self, entry: JournalEntry) -> None:
@@ -420,6 +431,7 @@ def _journal_begin(
                         duration_s=entry.duration_s,
                         priority=entry.priority,
                         tenant=entry.tenant,
+                        is_unmeasured=entry.is_unmeasured,
                     )
                     for entry in entries
                 ),

@@ -76,6 +76,7 @@ class TaskHistory:
         tenant, priority: As it was submitted.
         is_cancelled: It was cancelled; a running executor of it saves and ends.
         measuring: Steps of it are being measured; None where they are not.
+        is_unmeasured: It is to be measured before the first schedule: ``duration_s`` is a guess.
     """
 
     task: str
@@ -89,6 +90,7 @@ class TaskHistory:
     priority: int = 0
     is_cancelled: bool = False
     measuring: events.MeasuringBegun | None = None
+    is_unmeasured: bool = False
 
     def spent_s(self, now: float) -> float:
         """Seconds that all its attempts took until ``now`` (unix seconds)."""
@@ -209,7 +211,7 @@ class QueueHistory(JournalFold):
                 self._measuring_since = time if self._measuring_since is None else self._measuring_since
             case events.TaskMeasured() if event.task in self.tasks:
                 task = self.tasks[event.task]
-                task.measuring, task.duration_s = None, event.duration_s
+                task.measuring, task.is_unmeasured, task.duration_s = None, False, event.duration_s
                 if not any(other.measuring for other in self.tasks.values()):
                     self._end_measuring(time)
             case events.SchedulePlanned():
@@ -242,6 +244,7 @@ class QueueHistory(JournalFold):
             duration_s=entry.duration_s,
             tenant=entry.tenant,
             priority=entry.priority,
+            is_unmeasured=isinstance(entry, events.QueuedTask) and entry.is_unmeasured,
         )
 
     def _on_resumed(self, event: events.QueueResumed, time: float) -> None:
@@ -281,6 +284,7 @@ class QueueHistory(JournalFold):
             self.notices.append(event.notice)
         for placement in event.placements:
             task = self.tasks[placement.task]
+            task.is_unmeasured = False
             task.first_plan = task.first_plan or replace(placement, start_s=self.worked_s(time) + placement.start_s)
 
     @staticmethod
