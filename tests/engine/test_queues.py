@@ -8,7 +8,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 import alto
 from alto.cli import app
-from alto.cluster import Cluster, ClusterEvent, ExecutorEnded, Launch, Outcome, running_attempt
+from alto.cluster import Cluster, ClusterEvent, EntryWritten, ExecutorEnded, Launch, Outcome, running_attempt
 from alto.early_exit import audit
 from alto.engine.estimates import base_key, estimate_of
 from alto.engine.measuring import Measurement
@@ -40,8 +40,8 @@ from alto.errors import (
     UnsupportedError,
 )
 from alto.records import Gpu, MemoryProfile, Node, Sharing, TaskEstimate, TaskPlan, Throughput
-from alto.runs import QueueAction, QueueDir, QueueMailbox, TaskStage, read_events, read_queue_history
-from alto.runs.events import TaskRelayed
+from alto.runs import JournalEntry, QueueAction, QueueDir, QueueMailbox, TaskStage, read_events, read_queue_history
+from alto.runs.events import MeasuringBegun, TaskRelayed
 
 
 @pytest.fixture(scope="module")
@@ -291,7 +291,8 @@ class Measuring:
 
     nodes = (Node(name="a", gpus=(0,)), Node(name="b", gpus=(0, 1)))
 
-    def __init__(self, *, has_gpus: bool = True, fails: str = "") -> None:
+    def __init__(self, *, has_gpus: bool = True, fails: str = "", says: MeasuringBegun | None = None) -> None:
+        self._says = says
         self.has_gpus = has_gpus
         self.launches: list[Launch] = []
         self.most_at_once = 0
@@ -309,7 +310,9 @@ class Measuring:
         for launch in ended:
             plan = plan_of(10.0 * len(launch.gpus))
             (Path(launch.run_dir) / PLAN_FILE).write_text(json.dumps(asdict(plan)), encoding="utf-8")
-        return [self._end(launch) for launch in ended]
+        said = [JournalEntry(seq=0, time=1.0, event=self._says)] if self._says is not None else []
+        news = [EntryWritten(task=launch.task, attempt=1, entry=entry) for launch in ended for entry in said]
+        return [*news, *(self._end(launch) for launch in ended)]
 
     def _end(self, launch: Launch) -> ExecutorEnded:
         is_failed = launch.task == self._fails
@@ -555,3 +558,13 @@ def test_a_queue_whose_tasks_cannot_be_measured_leaves_no_folder(
     with pytest.raises(ProfileError, match="found less memory"):
         alto.Engine(output_dir=tmp_path / "runs").batched_execution(tiny_tasks(tmp_path, model, ["a"]))
     assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_what_a_process_says_of_its_measurement_is_passed_on(tmp_path: Path) -> None:
+    begun = MeasuringBegun(task="small", model="tiny", remaining_s=40.0)
+    told = list[tuple[str, MeasuringBegun | None]]()
+    measuring = replace(
+        measurement(Measuring(says=begun), []), on_measuring=lambda task, begun: told.append((task.name, begun))
+    )
+    measuring.estimates([make_task(tmp_path, name="small")])
+    assert told == [("small", None), ("small", begun)]
