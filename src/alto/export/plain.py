@@ -30,6 +30,7 @@ from alto.export.wording import (
     describe_savings,
     describe_scoring,
     format_count,
+    format_count_of,
     format_duration,
     format_loss,
     format_share,
@@ -155,7 +156,7 @@ class PlainView:
         history = self.history
         held_out = f"{started.num_validation} to validate" if started.refit is None else "no validation"
         self._say(
-            f"task {clean(history.name)}: {len(history.jobs)} jobs ({clean(started.method)}) on "
+            f"task {clean(history.name)}: {format_count_of(len(history.jobs), 'job')} ({clean(started.method)}) on "
             f"{clean(started.model or 'the base model')}, dataset {clean(started.dataset or 'unnamed')}, "
             f"{started.num_train} rows to train and {held_out}"
         )

@@ -152,7 +152,7 @@ def _plan(context: TaskContext, task: Task, on_measuring: Callable[[float], None
     alone_s = [
         estimate_duration_s([work], profile.throughput, limits, validation_tokens=validation_tokens) for work in works
     ]
-    check_budget(task.search.budget, min(alone_s), context.ranks.size)
+    check_budget(task.search.budget, min(alone_s), context.ranks.size, is_rough=profile.throughput.is_unsteady)
     duration_s = estimate_duration_s(works, profile.throughput, limits, validation_tokens=validation_tokens)
     # In a population a copy trains on in the place of each job that ends.
     rungs = () if task.search.algorithm == "pbt" else context.policy.rungs
@@ -203,11 +203,12 @@ def _usual_tokens(device: torch.device, throughput: Throughput) -> int:
     return min(usual, saturation(throughput.points)) if device.type == "cpu" else usual
 
 
-def check_budget(budget: Budget, shortest_s: float, num_gpus: int) -> None:
+def check_budget(budget: Budget, shortest_s: float, num_gpus: int, *, is_rough: bool = False) -> None:
     """Check that a budget of time or money finishes one job at least.
 
     Args:
         shortest_s: Expected seconds of the job that takes the least, when it trains alone.
+        is_rough: Other programs used the machine while it was measured.
 
     Raises:
         SpecError: It does not; the message states what would do.
@@ -219,9 +220,15 @@ def check_budget(budget: Budget, shortest_s: float, num_gpus: int) -> None:
     if limit_s != budget.duration_s and budget.gpu_hour_price is not None:
         cost = math.ceil(100 * shortest_s / 3600 * num_gpus * budget.gpu_hour_price) / 100
         found, enough = f"cost {budget.cost:g}, which pays for {limit_s:.3g} s", f"cost to {cost:g}"
+    busy = (
+        " Other programs used the machine while this was measured: when it is idle, alto plan --refresh measures again."
+        if is_rough
+        else ""
+    )
     raise SpecError(
         f"search.budget: expected enough to train one configuration to its end, which takes about "
-        f"{math.ceil(shortest_s)} s for the shortest, found {found}. Raise {enough} at least, or train fewer steps."
+        f"{math.ceil(shortest_s)} s for the shortest, found {found}. Raise {enough} at least, or train fewer "
+        f"steps.{busy}"
     )
 
 
