@@ -13,7 +13,6 @@ from typing import Any
 from alto.cluster import (
     Cluster,
     Controller,
-    GuardedSolver,
     LiveQueue,
     QueueIntake,
     answer_past_ends,
@@ -25,7 +24,7 @@ from alto.engine.gpus import STRATEGIES
 from alto.engine.measuring import Measurement
 from alto.engine.objects import IN_A_QUEUE, check_has_id
 from alto.engine.queue_results import write_report_of
-from alto.engine.queue_setup import QueueSetup, unique_names
+from alto.engine.queue_setup import QueueSetup, check_method, first_as_given, first_schedule, replanning, unique_names
 from alto.engine.runner import portable
 from alto.engine.task_queue import TaskQueue
 from alto.engine.work import TRAIN
@@ -44,7 +43,7 @@ from alto.runs import (
     resume_command,
 )
 from alto.runs.events import NO_SEQ, MeasuringBegun, QueuedTask, QueueResumed, QueueStarted, TaskMeasured
-from alto.scheduler import METHODS, SchedulingProblem
+from alto.scheduler import METHODS
 from alto.scheduler.queue import Queue, QueueSettings
 from alto.spec import Task
 from alto.spec.cache_home import cache_home
@@ -52,14 +51,6 @@ from alto.spec.cache_home import cache_home
 __all__ = ["QueueRunner"]
 
 LOCAL = "local"
-
-SOLVE_S = 10.0
-"""Time limit of the solver for the first schedule."""
-REPLAN_S = 1.0
-"""Time limit for a new schedule while tasks run; free GPUs wait for it."""
-
-SOLVE_GAP, REPLAN_GAP = 0.001, 0.01
-"""Accepted relative gap of each schedule: durations are less exact than this."""
 
 UNKNOWN_DURATION_S = 3600.0
 """Estimated duration of a task that is submitted to a running queue without a cached measurement; it is updated from
@@ -90,7 +81,7 @@ class QueueRunner:
             method: Scheduling method.
             refresh: Measure durations again, even where they are cached.
         """
-        _check_method(method)
+        check_method(method)
         tasks = _read(tasks)
         with self._setup.opened() as cluster:
             return self._schedule(tasks, method, cluster, refresh=refresh)
@@ -124,7 +115,7 @@ class QueueRunner:
             output_dir: Where the queue's folder is made.
             trust_remote_code: Whether tasks submitted by other processes may run code of their base models.
         """
-        _check_method(method)
+        check_method(method)
         tasks = _read(tasks)
         with (
             self._setup.opened() as cluster,
@@ -175,7 +166,7 @@ class QueueRunner:
     def _schedule(self, tasks: Sequence[Task], method: str, cluster: Cluster, *, refresh: bool) -> Schedule:
         self._setup.check(tasks, cluster)
         estimates = self._estimates(tasks, self._setup, cluster, self._show_only, refresh=refresh)
-        return _first_schedule(self._setup.problem(tasks, estimates, cluster.nodes), method)
+        return first_schedule(self._setup.problem(tasks, estimates, cluster.nodes), method)
 
     def _estimates(
         self,
@@ -225,7 +216,7 @@ class QueueRunner:
         estimates = self._estimates(named, setup, cluster, journal.append)
         for task, estimate in zip(named, estimates, strict=True):
             queue_dir.note_estimate(task.name, estimate)
-        return _first_schedule(setup.problem(named, estimates, cluster.nodes), method)
+        return first_schedule(setup.problem(named, estimates, cluster.nodes), method)
 
     def _show_only(self, event: MeasuringBegun | TaskMeasured) -> None:
         self._show(JournalEntry(seq=NO_SEQ, time=time.time(), event=event))
@@ -322,7 +313,7 @@ class QueueRunner:
         """
         entries, _ = queue_dir.read()
         done = {entry.task for entry in entries if has_result(queue_dir.run_of(entry.task))}
-        solver = GuardedSolver(method, time_limit_s=REPLAN_S, gap=REPLAN_GAP)
+        solver = replanning(method)
         try:
             with Journal(queue_dir.run.journal_file, self._observers, check=queue_dir.run.check_lock) as journal:
                 for entry in journal.past:
@@ -335,7 +326,7 @@ class QueueRunner:
                 scheduling = Queue(
                     nodes=tuple(cluster.nodes),
                     settings=QueueSettings(quotas=setup.quotas),
-                    solve=_first_as_given(first, solver),
+                    solve=first_as_given(first, solver),
                 )
                 with Controller(
                     cluster, scheduling, journal, show=self._show, is_interrupted=self._is_interrupted
@@ -353,11 +344,6 @@ class QueueRunner:
         finally:
             solver.close()
             write_report_of(queue_dir)
-
-
-def _first_schedule(problem: SchedulingProblem, method: str) -> Schedule:
-    with GuardedSolver(method, time_limit_s=SOLVE_S, gap=SOLVE_GAP) as solve:
-        return solve(problem)
 
 
 @contextlib.contextmanager
@@ -398,21 +384,6 @@ def _read(tasks: Sequence[Task]) -> list[Task]:
     return found
 
 
-def _first_as_given(
-    given: Schedule | None, solve: Callable[[SchedulingProblem, Schedule | None], Schedule]
-) -> Callable[[SchedulingProblem, Schedule | None], Schedule]:
-    """A solver whose first answer is ``given``, where that is a schedule of the requested tasks."""
-    left = [] if given is None else [given]
-
-    def answer(problem: SchedulingProblem, hint: Schedule | None = None) -> Schedule:
-        first = left.pop() if left else None
-        if first is not None and {place.task for place in first.placements} == {task.task for task in problem.pending}:
-            return first
-        return solve(problem, hint)
-
-    return answer
-
-
 def _journal_begin(
     journal: Journal, entries: Sequence[QueueEntry], done: Collection[str], method: str, cluster: Cluster
 ) -> None:
@@ -439,11 +410,6 @@ def _journal_begin(
         )
     if journal.past or done or notes:
         journal.append(QueueResumed(done=tuple(sorted(done)), notes=tuple(notes)))
-
-
-def _check_method(method: str) -> None:
-    if method.lower() not in METHODS:
-        raise SpecError(f"method: expected one of {', '.join(METHODS)}, found {method!r}")
 
 
 def _trusted_cluster(named: str, began_on: str, queue_dir: QueueDir) -> str:
