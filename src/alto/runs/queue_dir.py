@@ -180,9 +180,12 @@ class QueueDir:
         """Note what a task was measured to take; errors as in :meth:`add`."""
         entries, settings = self.read()
         self.run.check_lock()
-        measured = {"duration_s": estimate.duration_s, "sharing": estimate.sharing, "is_unmeasured": False}
+
+        def noted(entry: QueueEntry) -> QueueEntry:
+            return replace(entry, duration_s=estimate.duration_s, sharing=estimate.sharing, is_unmeasured=False)
+
         with writing(self.root, self._spec_file):
-            self._write([replace(entry, **measured) if entry.task == task else entry for entry in entries], settings)
+            self._write([noted(entry) if entry.task == task else entry for entry in entries], settings)
 
     def _write(self, entries: Sequence[QueueEntry], settings: Mapping[str, Any]) -> None:
         facts = {"settings": dict(settings), "tasks": [_facts(entry) for entry in entries]}
