@@ -73,7 +73,7 @@ def test_the_list_is_json_for_scripts(runs: Path) -> None:
     assert (finished["num_jobs"], finished["best_validation_loss"], finished["done"]) == (4, 1.9, 1.0)
     assert finished["age_s"] > 0
     assert finished["problem"] is None
-    named = json.loads(invoke("list", "--dir", "runs", "--json").stdout)
+    named = json.loads(invoke("list", "--output-dir", "runs", "--json").stdout)
     assert [run["name"] for run in named["runs"]] == [run["name"] for run in facts["runs"]]
 
 
@@ -91,10 +91,10 @@ def test_where_there_are_no_runs_the_list_says_how_to_begin_one(folder: Path) ->
         f"no runs in {folder.resolve() / 'runs'}; begin one with: alto tune FILE\n",
     )
     assert json.loads(invoke("list", "--json").stdout)["runs"] == []
-    absent = invoke("list", "--dir", "elsewhere")
+    absent = invoke("list", "--output-dir", "elsewhere")
     assert isinstance(absent.exception, RunNotFoundError)
-    assert "--dir: expected a folder of runs, found none at elsewhere" in str(absent.exception)
-    assert invoke("list", "runs/queue-1", "--dir", "runs").exit_code == 2
+    assert "--output-dir: expected a folder of runs, found none at elsewhere" in str(absent.exception)
+    assert invoke("list", "runs/queue-1", "--output-dir", "runs").exit_code == 2
 
 
 def test_the_tasks_of_a_queue_are_still_listed(runs: Path) -> None:
@@ -255,4 +255,4 @@ def test_a_task_of_a_queue_that_runs_shows_how_long_it_takes(
 def test_a_folder_of_runs_in_the_place_of_a_queue_is_recognised(runs: Path) -> None:
     said = invoke("list", "runs")
     assert isinstance(said.exception, RunNotFoundError)
-    assert str(said.exception).endswith("list its runs with: alto list --dir runs")
+    assert str(said.exception).endswith("list its runs with: alto list --output-dir runs")

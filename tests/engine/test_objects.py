@@ -239,7 +239,7 @@ def test_a_refit_without_the_object_or_on_another_model_is_refused(
     _, tokenizer, tuned, _ = of_object
     with pytest.raises(ModelNotFoundError, match=r"as an object, found none: .* engine.refit\(RUN, model=…"):
         alto.Engine().refit(tuned.run_dir, to=tmp_path / "refit")
-    found = CliRunner().invoke(app, ["refit", tuned.run_dir, "--to", str(tmp_path / "refit")])
+    found = CliRunner().invoke(app, ["refit", tuned.run_dir, "--output-dir", str(tmp_path / "refit")])
     assert isinstance(found.exception, ModelNotFoundError)  # alto.cli prints it
     other, _ = load(folder)
     with torch.no_grad():

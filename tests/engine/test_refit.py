@@ -149,7 +149,7 @@ def test_what_is_shown(refit: alto.TaskResult) -> None:
     shown = CliRunner().invoke(app, ["show", refit.run_dir, "--json"])
     assert shown.exit_code == 0, shown.output
     assert json.loads(shown.stdout)["best_validation_loss"] is None
-    listed = CliRunner().invoke(app, ["list", "--dir", str(Path(refit.run_dir).parent), "--json"])
+    listed = CliRunner().invoke(app, ["list", "--output-dir", str(Path(refit.run_dir).parent), "--json"])
     assert json.loads(listed.stdout)["runs"][0]["best_validation_loss"] is None
     assert refit.curves.empty
     assert len(refit.training_losses) == refit.job_results[0].steps
@@ -311,7 +311,7 @@ def test_a_clone_of_a_refit_is_refused(refit: alto.TaskResult, tmp_path: Path) -
 
 
 def test_the_command(tuned: alto.TaskResult, tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["refit", tuned.run_dir, "--to", str(tmp_path / "out"), "--json"])
+    done = CliRunner().invoke(app, ["refit", tuned.run_dir, "--output-dir", str(tmp_path / "out"), "--json"])
     assert done.exit_code == 0, done.output
     result = json.loads(done.stdout)
     assert Path(result["run_dir"]).parent == tmp_path / "out"

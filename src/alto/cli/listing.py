@@ -39,19 +39,24 @@ def list_(
             autocompletion=complete_queue,
         ),
     ] = None,
-    folder: Annotated[
+    output_dir: Annotated[
         Path | None,
-        typer.Option("--dir", help="Folder whose runs are listed, ./runs if it is not given.", callback=reachable),
+        typer.Option(
+            "--output-dir",
+            "-o",
+            help="Folder of run directories, which are listed; ./runs if it is not given.",
+            callback=reachable,
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the list as JSON and nothing else.")] = False,
 ) -> None:
     """List the runs and queues in ./runs, newest first, or the tasks of QUEUE; only reads files."""
     if queue is None:
-        _list_runs(folder, as_json=as_json)
-    elif folder is None:
+        _list_runs(output_dir, as_json=as_json)
+    elif output_dir is None:
         _list_tasks(queue, as_json=as_json)
     else:
-        raise typer.BadParameter("expected a queue or --dir, found both; leave one out", param_hint="QUEUE")
+        raise typer.BadParameter("expected a queue or --output-dir, found both; leave one out", param_hint="QUEUE")
 
 
 def _list_runs(folder: Path | None, *, as_json: bool) -> None:
@@ -62,7 +67,7 @@ def _list_runs(folder: Path | None, *, as_json: bool) -> None:
     """
     if folder is not None and not folder.is_dir():
         raise RunNotFoundError(
-            f"--dir: expected a folder of runs, found none at {folder}; name the --output-dir of a run"
+            f"--output-dir: expected a folder of runs, found none at {folder}; name the one that the runs were made in"
         )
     root = RUNS if folder is None else folder
     runs, now = [summarise(path) for path in find_runs(root)], time.time()
@@ -105,7 +110,7 @@ def _list_tasks(queue: Path, *, as_json: bool) -> None:
     if not QueueDir.exists(queue) and find_runs(queue):
         raise RunNotFoundError(
             f"expected the folder of a queue, found one that holds runs ({queue}); list its runs with: "
-            f"alto list --dir {shlex.quote(str(queue))}"
+            f"alto list --output-dir {shlex.quote(str(queue))}"
         )
     queue_dir = QueueDir.open(queue)
     is_live = queue_dir.run.is_locked()

@@ -16,8 +16,9 @@ __all__ = ["refit"]
 
 def refit(
     run: Run,
-    to: Annotated[
-        Path | None, typer.Option("--to", help="Folder in which the run directory is made; by default that of RUN.")
+    output_dir: Annotated[
+        Path | None,
+        typer.Option("--output-dir", "-o", help="Folder in which the run directory is made; by default that of RUN."),
     ] = None,
     strategy: Strategy = "adapter_parallel",
     trust_remote_code: TrustRemoteCode = False,
@@ -29,7 +30,7 @@ def refit(
     It has the winner's settings and seed, and takes the steps of its best checkpoint. Nothing is validated.
     """
     train(
-        lambda engine: engine.refit(run, to=to, trust_remote_code=trust_remote_code),
+        lambda engine: engine.refit(run, to=output_dir, trust_remote_code=trust_remote_code),
         strategy=strategy,
         output_dir=run.parent,
         as_json=as_json,
