@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from alto.errors import RunError
-from alto.export.adapter import LABELS_NAME
+from alto.spec.labels import LABELS_NAME
 from alto.export.choice import choice_notes
 from alto.export.importance import MIN_JOBS, importance_of_settings
 from alto.export.metrics import describe_metrics, loss_unit
@@ -85,7 +85,7 @@ def render_report(history: RunHistory, run_dir: Path, evaluations: list[dict[str
         evaluations: What ``alto eval`` found, as it is written in the metrics of adapters; ``adapter`` says of which.
         hours: What the run took, and its price.
     """
-    numbers = ("loss", "score", "exact_match", "reward_accuracy", "reward_margin")
+    numbers = ("loss", "score", "exact_match", "reward_accuracy", "reward_margin", "accuracy", "macro_f1", "mse", "spearman")
     measured = [name for name in numbers if any(found.get(name) is not None for found in evaluations)]
     context = _context(history, run_dir)
     return render_page("report.html.jinja", **context, evaluations=evaluations, measured=measured, hours=hours)
