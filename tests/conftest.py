@@ -62,3 +62,13 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 def tiny_model() -> Callable[..., PreTrainedModel]:
     """``tiny_model(architecture, seed=0, **config)``: a new random-weight model of transformers' own class, float32."""
     return build_tiny
+
+
+@pytest.fixture
+def computes_in_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU that is taken for one with instructions for half precision, so that tests pass on any.
+
+    Whatever it has, torch's results are the same but for rounding; without them they take longer.
+    """
+    found = {**torch.cpu.get_capabilities(), "avx512_bf16": True, "avx512_fp16": True}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found)

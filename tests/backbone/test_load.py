@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -27,10 +28,11 @@ from transformers import (
     dynamic_module_utils,
 )
 
-from alto.backbone import build_skeleton, load_backbone, loading_class, resolve_model
+from alto.backbone import build_skeleton, load_backbone, load_network, loading_class, resolve_model
 from alto.backbone.load import SHIPPED_MODELS
-from alto.errors import ModelError, ModelNotFoundError
+from alto.errors import ModelError, ModelNotFoundError, UnsupportedError
 from alto.spec import BaseModelSpec
+from alto.spec.base_objects import BaseObjects
 
 ASSET = Path(resolve_model("alto-tiny"))
 WEIGHTS = "model.safetensors"
@@ -71,8 +73,50 @@ def test_a_shipped_model_loads_frozen_in_float32(name: str) -> None:
     assert hidden.shape == (len(ids), backbone.model.config.hidden_size)
 
 
-def test_the_dtype_is_what_was_asked_for() -> None:
-    assert load_backbone(BaseModelSpec(id="alto-tiny", dtype="bfloat16")).dtype == torch.bfloat16
+@pytest.mark.usefixtures("computes_in_half")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_dtype_is_what_was_asked_for(dtype: Any) -> None:
+    assert load_backbone(BaseModelSpec(id="alto-tiny", dtype=dtype)).dtype == getattr(torch, dtype)
+
+
+class TestHalfPrecisionOnACpu:
+    """Capabilities stand in for those of CPUs of other kinds; what torch calls them was read from torch."""
+
+    @pytest.mark.parametrize("capability", ["avx512_bf16", "amx_bf16", "bf16", "sve_bf16"])
+    def test_is_computed_where_there_are_instructions(self, capability: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {capability: True})
+        assert load_backbone(BaseModelSpec(id="alto-tiny", dtype="bfloat16")).dtype == torch.bfloat16
+        with pytest.raises(UnsupportedError, match="float16"):
+            load_backbone(BaseModelSpec(id="alto-tiny", dtype="float16"))
+
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+    def test_is_refused_where_there_are_none(self, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        missing = {"avx512_bf16": False, "amx_bf16": False, "avx512_f": True, "f16c": True}
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: missing)
+        said = rf"^dtype: expected a CPU that computes in {dtype} \(A.*; set dtype: float32 \(auto .*, or use a GPU$"
+        with pytest.raises(UnsupportedError, match=said):
+            load_backbone(BaseModelSpec(id="alto-tiny", dtype=dtype))
+        assert load_network(BaseModelSpec(id="alto-tiny", dtype=dtype)).dtype == getattr(torch, dtype)  # to merge
+        assert load_backbone(BaseModelSpec(id="alto-tiny")).dtype == torch.float32
+
+    def test_is_refused_of_an_object_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
+        model = load_network(BaseModelSpec(id="alto-tiny", dtype="bfloat16"))
+        objects = BaseObjects(model=model, tokenizer=AutoTokenizer.from_pretrained(ASSET), name="<Model object>")
+        with pytest.raises(UnsupportedError, match=r"; give model\.float\(\), or use a GPU$"):
+            load_backbone(BaseModelSpec(id="<Model object>", objects=objects))
+
+    @pytest.mark.parametrize("device", ["cuda", "meta"])
+    def test_is_not_looked_at_on_another_device(self, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: pytest.fail("a GPU has its own instructions"))
+        monkeypatch.setattr("alto.backbone.load.load_network", Mock(side_effect=LookupError("loaded")))
+        with pytest.raises(LookupError, match="loaded"):
+            load_backbone(BaseModelSpec(id="alto-tiny", dtype="bfloat16"), device=device)
+
+    def test_torch_names_the_instructions_of_this_cpu(self) -> None:
+        found = torch.cpu.get_capabilities()
+        x86 = {"avx512_bf16", "amx_bf16", "avx512_fp16", "amx_fp16"}
+        assert (x86 if found["architecture"] == "x86_64" else {"bf16", "fp16_arith"}) <= set(found)
 
 
 def test_a_folder_is_loaded_whatever_the_working_directory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

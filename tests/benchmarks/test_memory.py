@@ -21,7 +21,7 @@ IN_CHILD = memory.in_child
 
 @pytest.fixture(autouse=True)
 def _in_this_process(monkeypatch, tmp_path):
-    def measured(task, lengths, *, num_rows, max_tokens):
+    def measured(task, lengths, *, num_rows, max_tokens, on_progress):
         return measure.measure(
             task, load_backbone(BaseModelSpec(id=task.model)), lengths, num_rows=num_rows, max_tokens=max_tokens
         )

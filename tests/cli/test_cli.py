@@ -41,6 +41,13 @@ def run_of(output_dir: Path) -> Path:
     return root
 
 
+@pytest.mark.parametrize("action", ["stop", "resume", "clone"])
+def test_the_help_of_a_job_command_names_the_key_that_a_finished_run_needs(action: str) -> None:
+    """A finished run without ``keep: all`` has no states to continue from: ``runs.kept.check_can_continue``."""
+    shown = " ".join(invoke("job", action, "--help").stdout.split())
+    assert "keep: all" in shown
+
+
 def test_the_help_lists_every_command_in_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     shown = invoke("--help").stdout

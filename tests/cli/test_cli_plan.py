@@ -60,7 +60,7 @@ def test_a_plan_says_that_the_disk_may_be_too_small(task_file: Path, monkeypatch
 def test_a_plan_says_what_it_measures_before_it_does_and_nothing_where_a_measurement_is_kept(task_file: Path):
     first, second = (CliRunner().invoke(app, ["plan", str(task_file)]) for _ in range(2))
     assert "measuring memory and time of" in first.stderr
-    assert "kept for later runs" in first.stderr
+    assert "for later runs of the same task" in first.stderr
     assert "measuring" not in first.stdout.split("jobs:")[0]
     assert "with the measuring, which a run of the same task does not repeat" in " ".join(first.stdout.split())
     assert second.stderr == ""
@@ -107,7 +107,9 @@ def test_a_plan_says_why_there_is_one_slot(task_file: Path):
 
 def test_the_error_of_the_memory_estimate_is_called_so(task_file: Path):
     shown = " ".join(CliRunner().invoke(app, ["plan", str(task_file)]).output.split())
-    assert re.search(r"memory estimate error [\d.]+ % \(at worst [\d.]+ %\)", shown)
+    assert re.search(
+        r"memory estimate error [\d.]+ % \(at worst [\d.]+ %\)|too few to know the memory estimate error", shown
+    )
 
 
 def test_what_is_planned_is_what_a_run_expects_and_shows(task_file: Path, monkeypatch: pytest.MonkeyPatch):

@@ -121,12 +121,13 @@ class Page:
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    """The page after its last block."""
-    folder = tmp_path_factory.mktemp("page")
+    """The page after its last block; its runs keep what the last step of a job left."""
+    folder, task = tmp_path_factory.mktemp("page"), alto.Task
     page = Page(names={"__name__": "page"}, starts={})
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
+        patch.setattr(alto, "Task", lambda **settings: task(**settings, keep="all"))
         for block in blocks("python"):
             page.run(block)
         yield page

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import re
 from fractions import Fraction
 
 import pytest
@@ -98,3 +99,15 @@ def test_rungs_and_the_rise_of_a_learning_rate_are_noted(first: float, rise: flo
 
 def test_two_rungs_on_one_step_are_noted() -> None:
     assert rung_notes((Rung(progress=0.49, keep=0.5), Rung(progress=0.5, keep=0.5)), [4])
+
+
+@pytest.mark.parametrize("steps", range(3, 30))
+def test_the_remedy_of_the_note_about_few_steps_ends_it(steps) -> None:
+    (note,) = rung_notes([Rung(progress=0.01, keep=0.5)], [steps, 400])
+    share, keep = re.search(r"early_exit: {rungs: \[\[([\d.]+), ([\d.]+)\]\]}\.$", note).groups()
+    assert rung_notes([Rung(progress=float(share), keep=float(keep))], [steps, 400]) == ()
+
+
+def test_jobs_that_end_before_they_can_be_ranked_are_told_not_to_be() -> None:
+    (note,) = rung_notes([Rung(progress=0.01, keep=0.5)], [2, 400])
+    assert note.endswith("; set early_exit: {select: false}.")

@@ -8,15 +8,27 @@ from pathlib import Path
 
 import pytest
 from journals import event
-from tiny import make_task
+from profiles import measured_at_once
+from tiny import make_task, save_model
 
 import alto
 from alto.cluster import ClusterEvent, ExecutorEnded, Launch, Outcome
-from alto.engine.launched import MAX_ATTEMPTS
-from alto.errors import NoResultError, RunBusyError, RunError, TargetModuleError, TaskInterruptedError
+from alto.cluster.entry import HostedRun
+from alto.engine.launched import MAX_ATTEMPTS, EventRelay
+from alto.engine.runner import portable
+from alto.engine.work import Planning, Training
+from alto.errors import (
+    DeviceMemoryError,
+    NoResultError,
+    RunBusyError,
+    RunError,
+    TargetModuleError,
+    TaskInterruptedError,
+)
 from alto.executor.recovery import note_refusal, refusal_event
 from alto.records import Node
-from alto.runs import Journal, RunDir, read_entries
+from alto.runs import Journal, JournalEntry, JournalTail, RunDir, read_entries
+from alto.runs.events import MeasuringBegun, TaskRelayed
 
 Attempt = Callable[[RunDir], ExecutorEnded]
 
@@ -165,3 +177,42 @@ def test_a_run_that_is_worked_on_is_left_alone(script: Callable[..., ScriptedClu
     with run.locked(), pytest.raises(RunBusyError):
         alto.Engine(output_dir=tmp_path / "runs").resume(run.root)
     assert cluster.launches == []
+
+
+def test_a_process_that_measures_says_so_in_the_journal_of_its_run_until_the_run_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ALTO_CACHE", str(tmp_path / "cache"))
+    measured_at_once(monkeypatch)
+    run = RunDir(tmp_path / "run")
+    run.begin(portable(make_task(tmp_path, model=str(save_model(tmp_path / "model")))))
+    shown: list[JournalEntry] = []
+    relay, tail = EventRelay(run, [shown.append]), JournalTail(run.journal_file)
+    hosted = HostedRun(number=1, run_dir=str(run.root), is_interrupted=lambda: False, tenant="", priority=0)
+    Planning().attach(hosted)
+    for each in tail.read():
+        relay.observe(JournalEntry(seq=0, time=0.0, event=TaskRelayed(task="tiny", entry=each)))
+    (begun,) = (each.event for each in shown)
+    assert isinstance(begun, MeasuringBegun)
+    assert begun.remaining_s is not None
+    assert begun.kept_in == str(tmp_path / "cache")
+    training = Training()
+    training.attach(hosted)
+    assert not any(isinstance(each.event, MeasuringBegun) for each in read_entries(run.journal_file))
+    assert [each.seq for each in tail.read()][:1] == [0]
+    while not training.turn():
+        pass
+
+
+def test_a_process_that_is_lost_while_it_measures_leaves_no_run(
+    script: Callable[..., ScriptedCluster], tmp_path: Path
+) -> None:
+    def measures(run: RunDir) -> ExecutorEnded:
+        with Journal(run.journal_file) as journal:
+            journal.append(MeasuringBegun(task="tiny", model="tiny"))
+        return ends(Outcome.FAILED, "too large", "DeviceMemoryError")(run)
+
+    script(measures)
+    with pytest.raises(DeviceMemoryError):
+        alto.Engine(output_dir=tmp_path / "runs").tune(make_task(tmp_path, num_gpus=2))
+    assert not (tmp_path / "runs").exists()

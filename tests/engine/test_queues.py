@@ -7,8 +7,8 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -23,12 +23,12 @@ from typer.testing import CliRunner
 
 import alto
 from alto.cli import app
-from alto.cluster import Cluster, ClusterEvent, ExecutorEnded, Launch, Outcome, running_attempt
+from alto.cluster import Cluster, ClusterEvent, EntryWritten, ExecutorEnded, Launch, Outcome, running_attempt
 from alto.early_exit import audit
 from alto.engine.estimates import base_key, estimate_of
 from alto.engine.measuring import Measurement
 from alto.engine.queue_setup import unique_names
-from alto.engine.queues import _saving
+from alto.engine.queues import UNKNOWN_DURATION_S, _saving
 from alto.engine.work import PLAN_ANEW, PLAN_FILE
 from alto.errors import (
     DataFileNotFoundError,
@@ -40,8 +40,8 @@ from alto.errors import (
     UnsupportedError,
 )
 from alto.records import Gpu, MemoryProfile, Node, Sharing, TaskEstimate, TaskPlan, Throughput
-from alto.runs import QueueAction, QueueDir, QueueMailbox, TaskStage, read_events, read_queue_history
-from alto.runs.events import TaskRelayed
+from alto.runs import JournalEntry, QueueAction, QueueDir, QueueMailbox, TaskStage, read_events, read_queue_history
+from alto.runs.events import MeasuringBegun, TaskRelayed
 
 
 @pytest.fixture(scope="module")
@@ -291,7 +291,8 @@ class Measuring:
 
     nodes = (Node(name="a", gpus=(0,)), Node(name="b", gpus=(0, 1)))
 
-    def __init__(self, *, has_gpus: bool = True, fails: str = "") -> None:
+    def __init__(self, *, has_gpus: bool = True, fails: str = "", says: MeasuringBegun | None = None) -> None:
+        self._says = says
         self.has_gpus = has_gpus
         self.launches: list[Launch] = []
         self.most_at_once = 0
@@ -309,7 +310,9 @@ class Measuring:
         for launch in ended:
             plan = plan_of(10.0 * len(launch.gpus))
             (Path(launch.run_dir) / PLAN_FILE).write_text(json.dumps(asdict(plan)), encoding="utf-8")
-        return [self._end(launch) for launch in ended]
+        said = [JournalEntry(seq=0, time=1.0, event=self._says)] if self._says is not None else []
+        news = [EntryWritten(task=launch.task, attempt=1, entry=entry) for launch in ended for entry in said]
+        return [*news, *(self._end(launch) for launch in ended)]
 
     def _end(self, launch: Launch) -> ExecutorEnded:
         is_failed = launch.task == self._fails
@@ -378,7 +381,7 @@ def measurement(cluster: Measuring, told: list[Any], *, is_interrupted: bool = F
         cluster=cast(Cluster, cluster),
         is_parallel=True,
         refresh=True,
-        on_measuring=lambda task: told.append(task.name),
+        on_measuring=lambda task, begun: told.append(task.name),
         on_measured=lambda task, duration_s: told.append((task.name, duration_s)),
         is_interrupted=lambda: is_interrupted,
     )
@@ -497,3 +500,71 @@ def test_names_are_unique(tmp_path: Path) -> None:
     tasks = [make_task(tmp_path, name=name) for name in ("a", "a", "a-2", "a", "b")]
     names = unique_names(tasks)
     assert names == ["a", "a-3", "a-2", "a-4", "b"]
+
+
+def test_a_queue_has_its_folder_before_its_tasks_are_measured_and_is_resumed_from_there(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks = tiny_tasks(tmp_path, model, ["a", "a"])
+    measured = list[list[str]]()
+
+    def stopped(measurement: Measurement, tasks: Sequence[alto.Task]) -> list[TaskEstimate]:
+        measured.append([task.name for task in tasks])
+        measurement.on_measuring(tasks[0], None)
+        measurement.on_measured(tasks[0], 7.0)
+        measurement.on_measuring(tasks[1], None)
+        raise KeyboardInterrupt
+
+    def estimates(measurement: Measurement, tasks: Sequence[alto.Task]) -> list[TaskEstimate]:
+        measured.append([task.name for task in tasks])
+        measurement.on_measuring(tasks[1], None)
+        measurement.on_measured(tasks[1], 9.0)
+        return [TaskEstimate(duration_s=7.0), TaskEstimate(duration_s=9.0)]
+
+    monkeypatch.setenv("ALTO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(Measurement, "estimates", stopped)
+    engine = alto.Engine(total_gpus=2, output_dir=tmp_path / "runs")
+    with pytest.raises(KeyboardInterrupt) as stop:
+        engine.batched_execution(tasks)
+    (root,) = (tmp_path / "runs").iterdir()
+    assert stop.value.__notes__ == [f"continue with: alto resume {root}"]
+    queue = read_queue_history(root)
+    assert [(task.duration_s, task.measuring is not None, task.is_unmeasured) for task in queue.tasks.values()] == [
+        (7.0, False, False),
+        (UNKNOWN_DURATION_S, True, True),
+    ]
+    shown = CliRunner().invoke(app, ["show", str(root)]).output
+    assert "not measured yet" in shown
+    assert "measuring memory" not in shown  # nobody does
+    monkeypatch.setattr(Measurement, "estimates", estimates)
+    assert [result.task for result in engine.resume_queue(root)] == ["a", "a"]
+    assert measured == [["a", "a-2"]] * 2
+    assert [(entry.duration_s, entry.is_unmeasured) for entry in QueueDir(root).read()[0]] == [
+        (7.0, False),
+        (9.0, False),
+    ]
+    engine.resume_queue(root)
+    assert len(measured) == 2
+    assert not any(task.measuring for task in read_queue_history(root).tasks.values())
+
+
+def test_a_queue_whose_tasks_cannot_be_measured_leaves_no_folder(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> list[TaskEstimate]:
+        raise ProfileError("task 'a': expected to measure what it takes, found less memory")
+
+    monkeypatch.setattr(Measurement, "estimates", fails)
+    with pytest.raises(ProfileError, match="found less memory"):
+        alto.Engine(output_dir=tmp_path / "runs").batched_execution(tiny_tasks(tmp_path, model, ["a"]))
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_what_a_process_says_of_its_measurement_is_passed_on(tmp_path: Path) -> None:
+    begun = MeasuringBegun(task="small", model="tiny", remaining_s=40.0)
+    told = list[tuple[str, MeasuringBegun | None]]()
+    measuring = replace(
+        measurement(Measuring(says=begun), []), on_measuring=lambda task, begun: told.append((task.name, begun))
+    )
+    measuring.estimates([make_task(tmp_path, name="small")])
+    assert told == [("small", None), ("small", begun)]

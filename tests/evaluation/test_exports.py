@@ -153,6 +153,7 @@ def precision(request: pytest.FixtureRequest, base: Path) -> Iterator[tuple[dict
 
 
 @pytest.mark.slow("models")
+@pytest.mark.usefixtures("computes_in_half")
 def test_on_other_precisions_too(
     precision: tuple[dict[str, Any], dict[str, Config], Any], base: Path, tmp_path: Path
 ) -> None:

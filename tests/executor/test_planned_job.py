@@ -28,7 +28,7 @@ def test_a_run_that_an_earlier_version_began_selects_as_it_did() -> None:
 
 
 def test_without_a_rise_the_rungs_of_the_preset_stay() -> None:
-    assert [progress for progress, _ in rungs_of()] == [0.01, 0.025, 0.05, 0.1, 0.2, 0.5]
+    assert [progress for progress, _ in rungs_of(7200)] == [0.01, 0.025, 0.05, 0.1, 0.2, 0.5]
 
 
 def test_the_longest_rise_of_all_jobs_counts() -> None:
@@ -41,6 +41,23 @@ def test_a_rise_that_never_ends_leaves_two_rungs() -> None:
     assert [progress for progress, _ in rungs_of(warmup_steps=100, batch_size=8)] == [0.25, 0.5]
 
 
+def test_the_preset_fits_itself_to_the_job_with_the_fewest_steps() -> None:
+    """72 rows are 72 steps of batch size 1 and 12 of 6."""
+    assert [at for at, _ in rungs_of(72, search_space={"batch_size": [1, 6]})] == [2 / 12, 0.2, 0.5]
+
+
+def test_rungs_at_which_answers_are_scored_stay() -> None:
+    scored = {"scorer": "exact", "at": [0.1]}
+    assert 0.1 in [at for at, _ in rungs_of(12, select_by=scored, search_space={"lr": [1e-3, 1e-4]})]
+
+
+def test_a_run_of_few_steps_that_is_resumed_keeps_its_rungs() -> None:
+    task = Task(model="alto-tiny", dataset="rows.jsonl", num_train_epochs=1, search_space={"lr": [1e-3, 1e-4]})
+    begun = resolve_rungs(task, 12)
+    assert begun.early_exit != task.early_exit.resolved()
+    assert resolve_rungs(begun, 12, begins=False) == resolve_rungs(begun, 12) == begun
+
+
 def test_rungs_of_a_user_and_of_the_paper_stay() -> None:
     assert rungs_of(warmup_ratio=0.1, early_exit={"policy": "paper"}) == [(0.05, 0.25)]
     assert rungs_of(warmup_ratio=0.1, early_exit={"rungs": [[0.02, 0.5]]}) == [(0.02, 0.5)]
@@ -49,5 +66,5 @@ def test_rungs_of_a_user_and_of_the_paper_stay() -> None:
 
 def test_where_answers_choose_all_finalists_train_to_their_end() -> None:
     asked = {"select_by": "eval_accuracy", "search_space": {"lr": [1e-3, 1e-4]}}
-    assert [progress for progress, _ in rungs_of(**asked)] == [0.01, 0.025, 0.05, 0.1, 0.2]
-    assert rungs_of(**asked, early_exit={"finish_from": 0.5})[-1] == (0.5, 1.0)
+    assert [progress for progress, _ in rungs_of(7200, **asked)] == [0.01, 0.025, 0.05, 0.1, 0.2]
+    assert rungs_of(7200, **asked, early_exit={"finish_from": 0.5})[-1] == (0.5, 1.0)

@@ -19,7 +19,7 @@ from alto.engine import Engine
 from alto.errors import DeviceMemoryError, ProfileError, SpecError
 from alto.executor import TaskContext, cache
 from alto.executor.profiling import measure, meter, pack, plan, planning, profile
-from alto.executor.profiling.measure import Measured, Packing, packings
+from alto.executor.profiling.measure import Measured, Packing, measuring_budget, packings
 from alto.executor.profiling.sketch import RowLength, SpanLength, lengths_of, synthetic_rows
 from alto.objectives import job_losses
 from alto.spec import Task
@@ -91,7 +91,10 @@ def test_packings_double_their_rows_by_turns_of_few_jobs_and_of_many():
 
 
 def take_measures(
-    context: TaskContext, max_tokens: int = 10**6, clock: Callable[[], float] = time.perf_counter
+    context: TaskContext,
+    max_tokens: int = 10**6,
+    clock: Callable[[], float] = time.perf_counter,
+    on_progress: Callable[[float], None] = lambda _: None,
 ) -> Measured:
     return measure.measure(
         context.task,
@@ -100,6 +103,7 @@ def take_measures(
         num_rows=len(context.data.train),
         max_tokens=max_tokens,
         clock=clock,
+        on_progress=on_progress,
     )
 
 
@@ -194,9 +198,9 @@ def test_a_profile_is_measured_once_and_again_when_asked_or_when_the_task_is_ano
 ):
     tasks = measured_at_once(monkeypatch)
     announced: list[int] = []
-    assert not plan(context, on_measuring=lambda: announced.append(len(tasks))).is_cached
+    assert not plan(context, on_measuring=lambda _: announced.append(len(tasks))).is_cached
     assert announced == [0]  # before it is measured
-    assert plan(context, on_measuring=lambda: announced.append(len(tasks))).is_cached
+    assert plan(context, on_measuring=lambda _: announced.append(len(tasks))).is_cached
     assert announced == [0]
     assert len(tasks) == 1
     assert not plan(context, refresh=True).is_cached
@@ -375,3 +379,35 @@ def test_a_budget_that_finishes_one_job_is_measured_and_accepted(tmp_path: Path,
     assert pack(context_of(make_task(tmp_path)))[1] is None
     task = make_task(tmp_path, search={"budget": {"duration_s": 10**6}})
     assert pack(context_of(task))[1] is not None
+
+
+def test_the_time_that_measuring_takes_is_expected_from_sizes_and_then_from_measured_steps(context: TaskContext):
+    told: list[float] = []
+    ticks = iter(range(10**6))
+    take_measures(context, clock=lambda: float(next(ticks)), on_progress=told.append)  # a step takes a second
+    sizes = len(told)
+    assert sizes >= 2
+    assert told[-1] < told[0]
+    budget = measuring_budget(
+        context.task,
+        lengths_of(context.data.train),
+        num_rows=len(context.data.train),
+        max_tokens=8192,
+        ranks=context.ranks,
+        num_jobs=len(context.jobs),
+    )
+    slow, fast = (budget.remaining_s(0, token_s=token_s, spent_s=0.0) for token_s in (0.1, 0.001))
+    assert slow > fast > 0.0
+    first, second = budget.sizes[:2]
+    # At a second a token only two sizes are within the budget: the first step of each, and three that are timed.
+    assert budget.remaining_s(0, token_s=1.0, spent_s=0.0) == pytest.approx(
+        4 * (first + second + budget.eval_tokens / 3)
+    )
+    assert budget.remaining_s(len(budget.sizes), token_s=1.0, spent_s=0.0) == pytest.approx(4 * budget.eval_tokens / 3)
+
+
+def test_the_process_that_measures_says_how_long_it_still_takes(context: TaskContext):
+    told: list[float] = []
+    assert not plan(context, on_measuring=told.append, refresh=True).is_cached
+    assert len(told) >= 3  # before the first size, and after each
+    assert all(remaining_s > 0.0 for remaining_s in told)

@@ -15,6 +15,7 @@ from rich.console import Console
 from tiny import make_task, save_model
 
 from alto.engine.runner import TaskRunner
+from alto.errors import SpecError
 from alto.executor import cache
 from alto.executor.profiling import profile
 from alto.executor.profiling.measure import Measured
@@ -159,3 +160,13 @@ def test_a_run_corrects_what_was_measured_and_is_packed_as_before(
     assert after.expected_duration_s == pytest.approx(factor * before.expected_duration_s)
     for key in ("max_slots", "max_tokens_per_step", "max_tokens_per_pass", "memory", "peak_bytes"):
         assert getattr(after, key) == getattr(before, key), key
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.8])
+def test_a_budget_that_is_too_small_by_a_measurement_on_a_busy_machine_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spread: float
+) -> None:
+    measured_as(monkeypatch, with_spread(spread))
+    with pytest.raises(SpecError, match="expected enough to train one configuration") as caught:
+        planned(tmp_path, search={"budget": {"duration_s": 1e-3}})
+    assert ("alto plan --refresh measures again" in str(caught.value)) == (spread > 0.0)

@@ -48,6 +48,7 @@ def context_of(task: Task, data: TaskData = DATA, backbone: Backbone | None = No
 
 
 class TestLoadingTheBase:
+    @pytest.mark.usefixtures("computes_in_half")
     def test_gives_the_base_that_is_named(self) -> None:
         backbone = load_base(BaseModelSpec(id="alto-tiny", dtype="bfloat16"), CPU, Ranks())
         assert (backbone.dtype, backbone.device) == (torch.bfloat16, CPU)

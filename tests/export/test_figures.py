@@ -5,9 +5,10 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from journals import entries
+from journals import Journal, entries
 
 from alto.export.figures import VALIDATION_LOSS, choose_view, curve_figure, occupancy_figure
+from alto.export.importance import first_equal_share
 from alto.export.tables import job_table
 from alto.runs import RunHistory
 
@@ -131,6 +132,26 @@ def test_best_is_drawn_last_and_outcomes_share_a_legend_entry(small_run):
     assert figure.traces[-1]["x"] == [0.1, 1.0]
     assert figure.traces[-1]["y"] == [2.1, 1.9]
     assert figure.traces[1]["y"] == [None]
+
+
+def test_a_rung_is_drawn_where_a_job_could_be():
+    """12 steps have none at 1 %, and none at 20 %."""
+    journal = Journal()
+    early_exit = {"policy": "alto", "rungs": [[0.01, 0.5], [0.2, 0.5], [0.25, 1]], "equal_shares": True}
+    configs = {job: {"learning_rate": 1e-4} for job in "ab"}
+    journal.start(configs, early_exit=early_exit)
+    for job in journal.events[0]["jobs"]:
+        job["total_steps"] = 12
+    journal.add("eval", job="a", step=1, total_steps=12, train_ema=2.0, validation_loss=2.0)
+    journal.add("eval", job="b", step=1, total_steps=12, train_ema=2.0, validation_loss=1.0)
+    journal.add("warmup_ended", rung=0, progress=0.01, kept=["b"], dropped=["a"])
+    history = RunHistory.of(entries(journal.events))
+    figure = curve_figure(history, job_table(history).rows, VALIDATION_LOSS)
+    assert [round(12 * place, 9) for place, _ in figure.rungs] == [1, 3, 3]
+    assert [label for _, label in figure.rungs] == [
+        "after 8.3 %, rung at 1 %: 1 kept", "after 25 %, rung at 20 % keep 50 %", "25 % keep 100 %"
+    ]  # fmt: skip
+    assert first_equal_share(history) == 1 / 12
 
 
 def test_an_open_stay_lasts_until_now(small_run):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from rich.console import Console, RenderableType
 
 from alto.export import plan_text, schedule_text
-from alto.records import Gpu, MemoryProfile, PackingForecast, Placement, Schedule, TaskPlan, Throughput
+from alto.records import Gpu, MemoryPoint, MemoryProfile, PackingForecast, Placement, Schedule, TaskPlan, Throughput
 
 GIB = 2**30
 
@@ -93,3 +94,11 @@ def test_the_disk_space_is_compared_with_what_is_free():
     plan = plan_of(disk_bytes=3 * GIB, disk_free_bytes=2 * GIB)
     assert "disk:       at most 3.00 GiB while it trains, of 2.00 GiB that are free" in lines_of(plan_text(plan))
     assert not [line for line in lines_of(plan_text(plan_of())) if line.startswith("disk:")]
+
+
+@pytest.mark.parametrize("num_sizes", [2, 3])
+def test_two_steps_say_nothing_of_how_exact_the_memory_estimate_is(num_sizes: int) -> None:
+    points = tuple(MemoryPoint(num_jobs=1, num_tokens=100 * size, peak_bytes=GIB) for size in range(1, num_sizes + 1))
+    shown = " ".join(" ".join(lines_of(plan_text(plan_of(memory=replace(plan_of().memory, points=points))))).split())
+    assert ("memory estimate error 0.6 %" in shown) == (num_sizes == 3)
+    assert ("too few to know the memory estimate error" in shown) == (num_sizes == 2)

@@ -9,10 +9,13 @@ from journals import entries, entry
 from rich.console import Console
 
 from alto.export.queue_view import LiveQueueView, PlainQueueView, queue_summary
-from alto.runs import QueueProgress
+from alto.runs import JournalEntry, QueueProgress, events
 
 TASKS = [{"task": "a", "num_gpus": 1, "duration_s": 20.0}]
 NODES = [{"name": "local", "gpus": [0]}]
+
+
+STARTED_RUN = {"event": "checkpoint", "time": 12.0, "jobs": {}}
 
 
 def started(time: float) -> dict[str, Any]:
@@ -96,3 +99,35 @@ def test_one_slot_and_one_task_are_singular():
     console = Console(file=io.StringIO(), width=80)
     console.print(queue_summary(progress))
     assert console.file.getvalue().startswith("0 of 1 task done on 1 CPU slot: ")
+
+
+def measuring(time: float, **more: Any) -> dict[str, Any]:
+    return {"event": "measuring", "time": time, "task": "a", "model": "tiny", **more}
+
+
+def test_the_time_of_a_queue_counts_the_measuring_before_it():
+    progress = QueueProgress()
+    measured = {"event": "measured", "time": 65.0, "task": "a", "duration_s": 20.0}
+    for each in entries(
+        [RESUMED[0], measuring(5.0), measured, started(65.0), {"event": "queue_completed", "time": 90.0}]
+    ):
+        progress.apply(each)
+    console = Console(file=io.StringIO(), width=80)
+    console.print(queue_summary(progress))
+    assert "after 1 min 30 s, 1 min 00 s of them for measuring" in " ".join(console.file.getvalue().split())
+
+
+def test_a_task_that_measures_is_said_live_and_in_plain_lines_until_it_trains():
+    begun = entry(measuring(11.0, remaining_s=40.0))
+    view, plain = LiveQueueView(Console(width=120), clock=lambda: 12.0), PlainQueueView(io.StringIO())
+    relayed = JournalEntry(seq=0, time=11.0, event=events.TaskRelayed(task="a", entry=begun))
+    for each in [*entries(RESUMED[:2]), relayed]:
+        view.observe(each)
+        plain.observe(each)
+    said = "measuring memory and time of a on tiny: about 40 s left"
+    assert said in plain._stream.getvalue()
+    assert said in "\n".join(screen_of(view, width=160))
+    assert view.progress.queue.tasks["a"].attempts
+    trains = JournalEntry(seq=0, time=12.0, event=events.TaskRelayed(task="a", entry=entry(STARTED_RUN)))
+    view.observe(trains)
+    assert said not in "\n".join(screen_of(view, width=160))

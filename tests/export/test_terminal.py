@@ -258,13 +258,21 @@ def test_the_time_of_a_run_counts_what_was_measured_for_it_and_not_what_was_know
 
 
 def test_what_is_measured_is_said_before_it_is():
-    stream, begun = io.StringIO(), entry({"event": "measuring", "task": "maths", "model": "alto-tiny"})
-    PlainView(stream).observe(begun)
-    target = console()
-    LiveView(target).observe(begun)
+    first = {"event": "measuring", "time": 5.0, "task": "maths", "model": "alto-tiny", "kept_in": "/home/a/.cache/alto"}
+    update = {**first, "time": 20.0, "remaining_s": 16.0, "is_update": True}
+    stream, target = io.StringIO(), console()
+    plain, live = PlainView(stream), LiveView(target)
+    for each in entries([{**first, "remaining_s": 125.0}, update]):
+        plain.observe(each)
+        live.observe(each)
+    said = "measuring memory and time of maths on alto-tiny: about 2 min 05 s left, longer on a busy machine"
     for text in (stream.getvalue(), " ".join(target.file.getvalue().split())):
-        assert "measuring memory and time of maths on alto-tiny: about a minute" in text
-        assert "kept for later runs" in text
+        assert said in text
+        assert "kept in /home/a/.cache/alto for later runs" in text
+    assert "[       15 s] measuring maths: about 16 s left" in stream.getvalue()
+    assert "about 16 s left" not in target.file.getvalue()  # in place of the line that tells what is prepared
+    target.print(live._render())
+    assert "measuring maths: about 16 s left" in target.file.getvalue()
 
 
 def test_summary_rows_can_be_limited(sweep):

@@ -102,6 +102,7 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
+@pytest.mark.usefixtures("computes_in_half")
 @pytest.mark.parametrize("what", REFUSED)
 def test_a_run_does_not_go_on_with_another(what: str, stopped: Path) -> None:
     change, message = REFUSED[what]

@@ -361,6 +361,7 @@ def test_the_trainer_writes_rows_with_the_chat_template_of_the_task(tmp_path: Pa
     assert not_carried == {}
 
 
+@pytest.mark.usefixtures("computes_in_half")
 def test_the_precision_of_the_base_is_named_where_it_is_not_the_one_that_trl_loads(tmp_path: Path) -> None:
     pytest.importorskip("trl", reason="needs the peers: pip install -r benchmarks/peers.txt")
     assert tuned(tmp_path, CHATS, dtype="bfloat16").best_config.not_carried == {"dtype": "bfloat16"}

@@ -39,3 +39,27 @@ def attempts(*spans: tuple[str, int, float, float]) -> list[dict[str, Any]]:
 )
 def test_gpu_time_that_tasks_share_counts_once(spans: list[tuple[str, int, float, float]], expected: float) -> None:
     assert QueueHistory.of(entries(attempts(*spans))).utilisation() == pytest.approx(expected)
+
+
+def test_the_measuring_before_the_first_schedule_counts_without_interruptions() -> None:
+    begin, *_ = attempts(("a", 0, 0.0, 0.0), ("b", 0, 0.0, 0.0))
+    begun = {"event": "measuring", "model": "tiny"}
+    measured = {"event": "measured", "duration_s": 5.0}
+    lines = [
+        begin,
+        {**begun, "task": "a", "time": 1.0},
+        {**begun, "task": "b", "time": 2.0},
+        {**measured, "task": "a", "time": 4.0},
+    ]
+    cut = QueueHistory.of(entries(lines))
+    assert cut.tasks["a"].duration_s == 5.0
+    assert [task.measuring is not None for task in cut.tasks.values()] == [False, True]
+    resumed = [
+        *lines,
+        {"event": "queue_resumed", "time": 100.0, "done": [], "notes": []},
+        {**begun, "task": "b", "time": 101.0},
+        {**measured, "task": "b", "time": 111.0},
+    ]
+    queue = QueueHistory.of(entries(resumed))
+    assert (queue.measuring_s, queue.duration_s) == (3.0 + 10.0, 4.0 + 11.0)
+    assert not any(task.measuring for task in queue.tasks.values())

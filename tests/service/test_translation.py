@@ -21,8 +21,8 @@ REFUSED_TASK_KEYS = {
     # Models, rows and code of the service's machine.
     *("model", "init_adapter", "refit", "trust_remote_code", "use_safetensors", "torch_compile", "chat_template"),
     *("dataset", "dataset_config", "dataset_train_split", "dataset_test_split", "validation_dataset", "test_dataset"),
-    # Scorers and trackers reach other servers.
-    *("select_by", "num_finalists", "report_to"),
+    # Trackers reach other servers.
+    "report_to",
     # Set by the service itself.
     *("name", "method", "tenant", "share_executor", "checkpoint_interval_s", "keep", "token_cache", "test_jobs"),
     # Methods that requests cannot name.
@@ -197,7 +197,7 @@ def test_no_key_is_suggested_that_would_be_refused(values: dict[str, Any]) -> No
     with pytest.raises(ApiError) as caught:
         asked(values)
     words = set(re.findall(r"\w+", caught.value.message))
-    assert not words & (REFUSED_TASK_KEYS - {"num_finalists", "method", "name", "model"} | {"rules", "mixture_weights"})
+    assert not words & (REFUSED_TASK_KEYS - {"method", "name", "model"} | {"rules", "mixture_weights"})
     assert len(caught.value.message) < 500
 
 

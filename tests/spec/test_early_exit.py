@@ -5,10 +5,11 @@ import math
 import pydantic
 import pytest
 
+from alto.early_exit import rung_notes
 from alto.errors import ConflictingKeysError, SpecError, UnknownKeyError
 from alto.records import Rung
 from alto.spec.early_exit import PRESETS, EarlyExit
-from alto.spec.rungs import places_at
+from alto.spec.rungs import places_at, rung_step
 
 
 @pytest.mark.parametrize(
@@ -94,10 +95,58 @@ def test_every_preset_can_be_resolved_and_written(preset, lr_warmup) -> None:
     assert progress == sorted(set(progress))
 
 
+@pytest.mark.parametrize(
+    ("settings", "steps", "rungs"),
+    [
+        ({}, {200}, [(0.01, 8), (0.025, 8), (0.05, 5), (0.1, 3), (0.2, 2), (0.5, 1)]),
+        ({}, {90}, [(2 / 90, 8), (0.025, 8), (0.05, 5), (0.1, 3), (0.2, 2), (0.5, 1)]),
+        ({}, {12}, [(2 / 12, 3), (0.2, 2), (0.5, 1)]),
+        ({}, {12, 15}, [(0.2, 2), (0.5, 1)]),  # 2 / 12 and 0.2 of 15 steps are both the third
+        ({}, {5}, [(2 / 5, 2), (0.5, 1)]),
+        ({}, {3}, [(2 / 3, 1)]),
+        ({"preset": "greedy"}, {12}, [(2 / 12, 3), (0.3, 1)]),
+        ({"preset": "cautious"}, {12}, [(2 / 12, 5), (0.2, 4), (0.4, 3), (0.8, 2)]),
+        ({"preset": "preferences"}, {12}, [(0.1, 16), (0.2, 6), (0.3, 4), (0.6, 1)]),
+        ({"min_kept": 4, "finish_from": 0.3}, {12}, [(2 / 12, 4), (0.2, 4), (0.3, 1)]),
+        ({"finish_from": 1}, {4}, [(2 / 4, 2)]),
+    ],
+)  # fmt: skip
+def test_a_preset_fits_itself_to_the_steps_of_all_jobs(settings, steps, rungs) -> None:
+    resolved = EarlyExit(**settings).resolved(steps=steps)
+    assert [(rung.progress, rung.min_kept) for rung in resolved.selection_rungs] == rungs
+    assert resolved.select
+
+
+def test_where_a_preset_fits_itself_the_shares_that_stay_are_those_of_the_rungs_it_joins() -> None:
+    found = EarlyExit().resolved(steps=[12]).selection_rungs
+    assert [places_at(found, index, 240) for index in range(len(found))] == [5, 3, 1], "240 jobs at 10, 20 and 50 %"
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("lr_warmup", [0.0, 0.1, 1.0])
+def test_no_two_rungs_of_a_preset_come_at_one_step_of_a_job_and_none_at_the_first(preset, lr_warmup) -> None:
+    for fewest in range(3, 300):
+        steps = {fewest, fewest + 1, 2 * fewest - 1}
+        found = EarlyExit(preset=preset).resolved(lr_warmup=lr_warmup, steps=steps)
+        assert EarlyExit(**found.model_dump(mode="json")) == found
+        assert rung_notes(found.selection_rungs, steps) == ()
+        for total in steps:
+            at = [rung_step(rung, total) for rung in found.selection_rungs]
+            assert at == sorted(set(at))
+            assert at[0] > 1
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_jobs_of_fewer_than_three_steps_are_not_ranked(steps) -> None:
+    assert not EarlyExit().resolved(steps=[steps, 100]).select
+    assert not EarlyExit(finish_from=1).resolved(steps=[steps]).select
+
+
 @pytest.mark.parametrize("settings", [{"rungs": [(0.02, 0.5)]}, {"policy": "paper"}, {"warmup_ratio": 0.02}])
 def test_rungs_that_are_set_stay_where_they_are(settings) -> None:
     settings = EarlyExit(**settings)
     assert settings.resolved(lr_warmup=0.3).selection_rungs == settings.selection_rungs
+    assert settings.resolved(steps=[4]).selection_rungs == settings.selection_rungs
 
 
 def test_settings_of_a_run_of_version_0_1_select_as_it_did() -> None:

@@ -189,8 +189,9 @@ def memory_section() -> str:
 
 bitsandbytes comes with `pip install "alto-lora[bnb]"`; all of it but the paged optimizer works on a CPU too. Output
 head and embeddings stay in `dtype`. The packed weights of a quantised base are dequantised for every product;
-activations are not rounded. `float16` is trained without loss scaling: prefer `bfloat16` where gradients are very
-small. An adapter names the base as the task does: load that base with the same quantisation to use it.
+activations are not rounded. A CPU without instructions for half precision is refused: it would be tens to hundreds of
+times slower. `float16` is trained without loss scaling: prefer `bfloat16` where gradients are very small. An adapter
+names the base as the task does: load that base with the same quantisation to use it.
 
 Leave `optim_state_dtype` out where memory is no limit: steps are then those of torch's AdamW. With `bfloat16` AdamW's
 two moments are rounded up or down at random, by a hash of the job's seed, its step and the place in the adapter: their

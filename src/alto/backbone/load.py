@@ -41,6 +41,14 @@ SHIPPED_MODELS = ("alto-tiny",)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _MAX_SHOWN = 3
 
+_INSTRUCTIONS = {
+    "bfloat16": ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"),
+    "float16": ("avx512_fp16", "amx_fp16", "fp16_arith"),
+}
+"""Instructions of x86 and ARM CPUs for products in half precision, as ``torch.cpu.get_capabilities`` names them."""
+
+_EXTENSIONS = {"bfloat16": "AVX512-BF16, AMX or ARM's BF16", "float16": "AVX512-FP16, AMX-FP16 or ARM's FP16"}
+
 _COPY_AGAIN = "copy or download the model again"
 _NAME_AS_MODEL = (
     "copy or download the model again; or, where it loads with 'num_gpus: 1', write it with the names that "
@@ -93,14 +101,16 @@ def load_backbone(
         ModelError: It is not a complete causal LM with a tokenizer, comes with code that ``trust_remote_code`` does not
             allow, or has no weights of the kind that ``use_safetensors`` selects.
         UnsupportedModelError: The padding-free pass would differ from the model's own forward pass.
-        UnsupportedError: ``torch_compile`` without a compiler, quantisation without bitsandbytes, or a model that is
-            quantised by other means. With ``mesh``: ``torch_compile``, pickle files, a model quantised on disk.
+        UnsupportedError: ``torch_compile`` without a compiler, quantisation without bitsandbytes, a model that is
+            quantised by other means, or a CPU without instructions for the half precision asked for. With ``mesh``:
+            ``torch_compile``, pickle files, a model quantised on disk.
     """
     if spec.torch_compile and mesh is not None:
         raise UnsupportedError(
             "torch_compile: expected a base model on one GPU, found one sharded over several, whose "
             "weights are gathered and freed layer by layer; remove the key, or set num_gpus to 1"
         )
+    _check_half_precision(spec, torch.device(device))
     tokenizer = load_tokenizer(spec)
     return Backbone(
         load_network(spec, device=device, mesh=mesh),
@@ -108,6 +118,27 @@ def load_backbone(
         resolve_model(spec.id) if spec.is_loadable else spec.id,
         gradient_checkpointing=gradient_checkpointing,
         torch_compile=spec.torch_compile,
+    )
+
+
+def _check_half_precision(spec: BaseModelSpec, device: torch.device) -> None:
+    """Refuse half precision on a CPU that has no instructions for it: every product is then many times slower.
+
+    Raises:
+        UnsupportedError: The base model would compute in such a precision.
+    """
+    dtype = spec.dtype if spec.objects is None else spec.objects.dtype
+    place = device.type if spec.objects is None else spec.objects.model.device.type
+    instructions = _INSTRUCTIONS.get(dtype)
+    if place != "cpu" or instructions is None:
+        return
+    found = torch.cpu.get_capabilities()
+    if any(found.get(name) for name in instructions):
+        return
+    remedy = "set dtype: float32 (auto means that on a CPU)" if spec.objects is None else "give model.float()"
+    raise UnsupportedError(
+        f"dtype: expected a CPU that computes in {dtype} ({_EXTENSIONS[dtype]}), found one without, on which it is "
+        f"tens to hundreds of times slower than float32; {remedy}, or use a GPU"
     )
 
 

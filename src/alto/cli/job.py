@@ -29,13 +29,15 @@ Wait = Annotated[float, typer.Option("--wait", min=0, help="Seconds to wait for 
 
 @app.command()
 def stop(run: Run, job: JobName, wait_s: Wait = 60.0) -> None:
-    """End JOB now; its best adapter stays, and the job can be resumed while the task runs."""
+    """End JOB of a run that is not finished; its best adapter stays. It can be resumed until the task ends, and
+    afterwards if the task has keep: all."""
     _ask(run, Action.STOP, job, wait_s=wait_s)
 
 
 @app.command()
 def resume(run: Run, job: JobName, wait_s: Wait = 60.0) -> None:
-    """Resume JOB, which was stopped by you or by early exit; in a finished run with the next alto resume RUN."""
+    """Resume JOB, which you stopped, or which early exit ended in a task with keep: all. A finished run needs keep:
+    all, and continues with the next alto resume RUN."""
     _ask(run, Action.RESUME, job, wait_s=wait_s)
 
 
@@ -57,8 +59,8 @@ def clone(
     ] = False,
     wait_s: Wait = 60.0,
 ) -> None:
-    """Add a job with the configuration of JOB and some settings changed; to a finished run with the next alto resume
-    RUN, which renews its result."""
+    """Add a job with the configuration of JOB and some settings changed. A finished run needs keep: all, and trains it
+    with the next alto resume RUN, which renews its result."""
     changed = dict(map(parse_override, changes or ()))
     started = read_history(RunDir.open(run).root).started
     method = find_method("sft" if started is None else started.method)

@@ -14,6 +14,7 @@ from alto.cluster.base import ClusterEvent, EntryWritten, ExecutorEnded, Launch
 from alto.cluster.executor_process import ExecutorProcess
 from alto.errors import RunError
 from alto.runs import JournalEntry, JournalTail, RunDir
+from alto.runs.events import MeasuringBegun
 
 __all__ = ["LocalExecutor", "Timeouts"]
 
@@ -43,7 +44,7 @@ class LocalExecutor:
 
     Attributes:
         launch: The run.
-        has_begun: Whether it has written into its journal.
+        has_begun: Whether it has written into its journal, but that its task is being measured.
         process: Works on it.
 
     Raises:
@@ -103,7 +104,8 @@ class LocalExecutor:
         heartbeat = self._read_heartbeat()
         if heartbeat is None:
             entries = []  # by the previous holder of the lock
-        self.has_begun = self.has_begun or bool(entries)
+        # While its task is measured, it gives no other sign of life, as while a model is loaded.
+        self.has_begun = self.has_begun or any(not isinstance(entry.event, MeasuringBegun) for entry in entries)
         if ending is None:
             self._kill_if_overdue(is_silent=heartbeat == self._heartbeat and not entries)
         self._heartbeat = heartbeat

@@ -15,6 +15,9 @@ from alto.spec.rungs import ceil_share, rung_step
 __all__ = ["evaluation_steps", "point_at_share", "rung_notes"]
 
 
+# A job of fewer steps is done where it could first be ranked: after its second.
+_LEAST_RANKED_STEPS = 3
+
 # Closer to an evaluation than this, relative to the distance of two, counts as at it.
 _EXACT = 1e-9
 
@@ -102,11 +105,19 @@ def _hasty_notes(rungs: Sequence[Rung], steps: Sequence[int]) -> tuple[str, ...]
     hasty = sum(at[0] == 1 or len(set(at)) < len(at) for at in reached)
     if not hasty:
         return ()
+    shortest = min(steps)
+    remedy = f"use later rungs, for example early_exit: {{rungs: [[{_late_share(shortest)}, 0.5]]}}"
+    if shortest < _LEAST_RANKED_STEPS:
+        remedy = "set early_exit: {select: false}"
     return (
-        f"{hasty} of {len(steps)} jobs have so few steps (the shortest {min(steps)}) that rungs fall on their first "
-        "step or on one another: selection would happen after one step; use later rungs, for example "
-        "early_exit: {rungs: [[0.25, 0.5]]}.",
+        f"{hasty} of {len(steps)} jobs have so few steps (the shortest {shortest}) that rungs fall on their first "
+        f"step or on one another: selection would happen after one step; {remedy}.",
     )
+
+
+def _late_share(steps: int) -> float:
+    """The share of a rung that lies behind the first of ``steps`` steps."""
+    return 0.25 if ceil_share(0.25, steps) > 1 else 0.5
 
 
 def evaluation_steps(total_steps: int, every: float, rungs: Iterable[Rung]) -> tuple[int, ...]:

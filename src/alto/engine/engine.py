@@ -78,8 +78,8 @@ class Engine:
             one that raises is not called again, and at the end they get half a minute to finish. A run that is
             resumed shows them its past first, each entry with ``is_replayed``. Where ranks are lost and started again,
             what they had written since their last checkpoint is shown again. `MeasuringBegun`
-            comes before a task is measured. Of many tasks they are shown a `TaskMeasured` of each that is measured
-            before the queue begins, the queue's entries, and every entry of a task in a `TaskRelayed`. A
+            comes before a task is measured, and again when its time is known better. Of many tasks they are shown the
+            queue's entries, with a `TaskMeasured` of each that is measured, and those of a task in `TaskRelayed`. A
             ``transformers.TrainerCallback`` is called for every job: :class:`~.trainer_callbacks.CallbackObserver`.
         is_interrupted: Called between steps; once it returns true, what runs stops and can be resumed.
         progress: Whether :meth:`tune` and :meth:`resume` show the run and its table of jobs on the standard output.

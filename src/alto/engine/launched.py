@@ -31,7 +31,7 @@ from alto.runs import (
     resume_command,
     task_outcome,
 )
-from alto.runs.events import CheckpointSaved, TaskRelayed, TaskResumed
+from alto.runs.events import CheckpointSaved, MeasuringBegun, TaskRelayed, TaskResumed
 from alto.scheduler import schedule_tasks
 from alto.scheduler.queue import Queue, QueueSettings
 from alto.spec import Task
@@ -160,7 +160,7 @@ class EventRelay:
         if isinstance(entry.event, TaskResumed) and not self._has_begun:
             for earlier in _entries(self._run_dir)[: entry.seq]:
                 self._show(replace(earlier, is_replayed=True))
-        self._has_begun = True
+        self._has_begun = self._has_begun or not isinstance(entry.event, MeasuringBegun)
         self._show(entry)
 
     def _show(self, entry: JournalEntry) -> None:
@@ -178,10 +178,12 @@ def how_far(run_dir: RunDir) -> tuple[float, float]:
 
 
 def _entries(run_dir: RunDir) -> Sequence[JournalEntry]:
+    """The entries of a run that has begun."""
     try:
-        return read_intact_entries(run_dir.journal_file)
+        entries = read_intact_entries(run_dir.journal_file)
     except RunNotFoundError:
         return []
+    return [] if all(isinstance(entry.event, MeasuringBegun) for entry in entries) else entries
 
 
 def _error(ended: ExecutorEnded) -> AltoError | None:

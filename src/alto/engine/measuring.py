@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +15,8 @@ from alto.engine.estimates import base_key, estimate_of, known_estimate, remembe
 from alto.engine.work import PLAN, PLAN_ANEW, PLAN_FILE
 from alto.errors import ProfileError
 from alto.records import TaskEstimate, TaskPlan
-from alto.runs import Journal, RunDir
+from alto.runs import Journal, JournalEntry, RunDir
+from alto.runs.events import MeasuringBegun, TaskRelayed
 from alto.scheduler import schedule_tasks
 from alto.scheduler.queue import Queue, QueueSettings
 from alto.spec import Task
@@ -35,7 +37,8 @@ class Measurement:
     Attributes:
         is_parallel: Whether an executor is a process for each of its GPUs.
         refresh: Measure again, even where a measurement is cached.
-        on_measuring: Called with each task before it is measured; not called for one whose estimate is cached.
+        on_measuring: Called with each task before it is measured, and None, then with how far its measurement is; not
+            called for one whose estimate is cached.
         on_measured: Called with each task and what it takes, in seconds.
         is_interrupted: Called every second; once it returns true, measuring ends.
     """
@@ -43,7 +46,7 @@ class Measurement:
     cluster: Cluster
     is_parallel: bool
     refresh: bool
-    on_measuring: Callable[[Task], None]
+    on_measuring: Callable[[Task, MeasuringBegun | None], None]
     on_measured: Callable[[Task, float], None]
     is_interrupted: Callable[[], bool]
 
@@ -65,25 +68,38 @@ class Measurement:
         return [known[index] for index in range(len(tasks))]
 
     def _measure(self, tasks: Mapping[str, Task]) -> dict[int, TaskEstimate]:
+        told = deque[JournalEntry]()  # filled on the thread of the controller
         with tempfile.TemporaryDirectory(prefix="alto-plan-") as temporary:
             folder = Path(temporary)
             queue = Queue(
                 self.cluster.nodes, _ONE_ATTEMPT, lambda problem, hint: schedule_tasks(problem, method="fifo")
             )
-            with Journal(folder / "journal.jsonl") as journal, Controller(self.cluster, queue, journal) as controller:
+            with (
+                Journal(folder / "journal.jsonl") as journal,
+                Controller(self.cluster, queue, journal, show=told.append) as controller,
+            ):
                 controller.start()
                 at_once = [list(tasks)] if self.cluster.has_gpus else [[index] for index in tasks]
                 found: dict[int, TaskEstimate] = {}
                 for group in at_once:
                     for index in group:
-                        self.on_measuring(tasks[index])
+                        self.on_measuring(tasks[index], None)
                         controller.submit(self._run(index, tasks[index], folder / index))
                     for index in group:
                         while not controller.wait(index, timeout_s=_WAIT_S):
+                            self._relay(tasks, told)
                             self._check(controller, tasks)
+                        self._relay(tasks, told)
                         self._check(controller, tasks)
                         found[int(index)] = self._estimate(tasks[index], folder / index)
                 return found
+
+    def _relay(self, tasks: Mapping[str, Task], told: deque[JournalEntry]) -> None:
+        """Pass on what executors have told of their measurements."""
+        while told:
+            match told.popleft().event:
+                case TaskRelayed(task=index, entry=JournalEntry(event=MeasuringBegun() as begun)):
+                    self.on_measuring(tasks[index], begun)
 
     def _run(self, index: str, task: Task, folder: Path) -> TaskRun:
         RunDir(folder).begin(task)

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from alto.cluster import Cluster, open_cluster, unique_name
+from alto.cluster import Cluster, GuardedSolver, open_cluster, unique_name
 from alto.engine.estimates import known_estimate, remember_duration
 from alto.engine.gpus import check_num_gpus
-from alto.records import Node, TaskEstimate
-from alto.scheduler import SchedulingProblem, TaskDemand
+from alto.errors import SpecError
+from alto.records import Node, Schedule, TaskEstimate
+from alto.scheduler import METHODS, SchedulingProblem, TaskDemand
 from alto.spec import Task
 
-__all__ = ["QueueSetup", "unique_names"]
+__all__ = ["QueueSetup", "check_method", "first_as_given", "first_schedule", "replanning", "unique_names"]
+
+SOLVE_S = 10.0
+"""Time limit of the solver for the first schedule."""
+REPLAN_S = 1.0
+"""Time limit for a new schedule while tasks run; free GPUs wait for it."""
+
+SOLVE_GAP, REPLAN_GAP = 0.001, 0.01
+"""Accepted relative gap of each schedule: durations are less exact than this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,3 +122,35 @@ def unique_names(tasks: Sequence[Task]) -> list[str]:
     for task in tasks:
         names.append(task.name if task.name not in names else unique_name(task.name, own.union(names)))
     return names
+
+
+def first_schedule(problem: SchedulingProblem, method: str) -> Schedule:
+    """The first schedule of a queue."""
+    with GuardedSolver(method, time_limit_s=SOLVE_S, gap=SOLVE_GAP) as solve:
+        return solve(problem)
+
+
+def replanning(method: str) -> GuardedSolver:
+    """A solver for new schedules while tasks run; to be closed."""
+    return GuardedSolver(method, time_limit_s=REPLAN_S, gap=REPLAN_GAP)
+
+
+def first_as_given(
+    given: Schedule | None, solve: Callable[[SchedulingProblem, Schedule | None], Schedule]
+) -> Callable[[SchedulingProblem, Schedule | None], Schedule]:
+    """A solver whose first answer is ``given``, where that is a schedule of the requested tasks."""
+    left = [] if given is None else [given]
+
+    def answer(problem: SchedulingProblem, hint: Schedule | None = None) -> Schedule:
+        first = left.pop() if left else None
+        if first is not None and {place.task for place in first.placements} == {task.task for task in problem.pending}:
+            return first
+        return solve(problem, hint)
+
+    return answer
+
+
+def check_method(method: str) -> None:
+    """Check that a method of scheduling exists."""
+    if method.lower() not in METHODS:
+        raise SpecError(f"method: expected one of {', '.join(METHODS)}, found {method!r}")

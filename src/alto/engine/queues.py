@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +13,6 @@ from typing import Any
 from alto.cluster import (
     Cluster,
     Controller,
-    GuardedSolver,
     LiveQueue,
     QueueIntake,
     answer_past_ends,
@@ -24,11 +24,11 @@ from alto.engine.gpus import STRATEGIES
 from alto.engine.measuring import Measurement
 from alto.engine.objects import IN_A_QUEUE, check_has_id
 from alto.engine.queue_results import write_report_of
-from alto.engine.queue_setup import QueueSetup, unique_names
+from alto.engine.queue_setup import QueueSetup, check_method, first_as_given, first_schedule, replanning, unique_names
 from alto.engine.runner import portable
 from alto.engine.task_queue import TaskQueue
 from alto.engine.work import TRAIN
-from alto.errors import RunError, SpecError, TaskInterruptedError, UntrustedCodeError
+from alto.errors import ProfileError, RunError, SpecError, TaskInterruptedError, UntrustedCodeError
 from alto.records import Placement, Schedule, TaskEstimate
 from alto.results import TaskResult
 from alto.runs import (
@@ -43,21 +43,14 @@ from alto.runs import (
     resume_command,
 )
 from alto.runs.events import NO_SEQ, MeasuringBegun, QueuedTask, QueueResumed, QueueStarted, TaskMeasured
-from alto.scheduler import METHODS, SchedulingProblem
+from alto.scheduler import METHODS
 from alto.scheduler.queue import Queue, QueueSettings
 from alto.spec import Task
+from alto.spec.cache_home import cache_home
 
 __all__ = ["QueueRunner"]
 
 LOCAL = "local"
-
-SOLVE_S = 10.0
-"""Time limit of the solver for the first schedule."""
-REPLAN_S = 1.0
-"""Time limit for a new schedule while tasks run; free GPUs wait for it."""
-
-SOLVE_GAP, REPLAN_GAP = 0.001, 0.01
-"""Accepted relative gap of each schedule: durations are less exact than this."""
 
 UNKNOWN_DURATION_S = 3600.0
 """Estimated duration of a task that is submitted to a running queue without a cached measurement; it is updated from
@@ -88,7 +81,7 @@ class QueueRunner:
             method: Scheduling method.
             refresh: Measure durations again, even where they are cached.
         """
-        _check_method(method)
+        check_method(method)
         tasks = _read(tasks)
         with self._setup.opened() as cluster:
             return self._schedule(tasks, method, cluster, refresh=refresh)
@@ -98,14 +91,14 @@ class QueueRunner:
 
         Args:
             tasks: The tasks.
-            schedule: Their first schedule; None makes one.
+            schedule: Their first schedule; None measures the tasks in the queue's folder and makes one.
             output_dir: Where the queue's folder is made.
         """
         if schedule is None:
             tasks = _read(tasks)
         with self._setup.opened() as cluster:
-            schedule = schedule if schedule is not None else self._schedule(tasks, "cp-sat", cluster, refresh=False)
-            with self._new_queue(tasks, schedule, output_dir, cluster) as queue:
+            method = "cp-sat" if schedule is None else schedule.method
+            with self._new_queue(tasks, schedule, output_dir, cluster, method=method) as queue:
                 queue.finish()
                 queue.serve()
         return queue.results()
@@ -122,16 +115,17 @@ class QueueRunner:
             output_dir: Where the queue's folder is made.
             trust_remote_code: Whether tasks submitted by other processes may run code of their base models.
         """
-        _check_method(method)
+        check_method(method)
         tasks = _read(tasks)
-        with self._setup.opened() as cluster:
-            schedule = self._schedule(tasks, method, cluster, refresh=False)
-            with self._new_queue(
-                tasks, schedule, output_dir, cluster, method=method, trusts_commands=trust_remote_code
-            ) as queue:
-                yield queue
-                queue.finish()
-                queue.serve()
+        with (
+            self._setup.opened() as cluster,
+            self._new_queue(
+                tasks, None, output_dir, cluster, method=method, trusts_commands=trust_remote_code
+            ) as queue,
+        ):
+            yield queue
+            queue.finish()
+            queue.serve()
 
     def resume(self, root: str | Path, *, trust_remote_code: bool, keep_open: bool = False) -> list[TaskResult]:
         """Resume the queue at ``root``, on the cluster it began on, or on the one that the caller names.
@@ -151,16 +145,17 @@ class QueueRunner:
             quotas=dict(settings["quotas"]),
             share_executor=settings.get("share_executor", False),
         )
+        tasks: dict[str, Task] = {}
         for entry in entries:
             if not entry.is_cancelled and not has_result(run := queue_dir.run_of(entry.task)):
                 with contextlib.suppress(SpecError):  # its executor reports it, and the other tasks continue
-                    load_run_task(run, trust_remote_code=trust_remote_code)
+                    tasks[entry.task] = load_run_task(run, trust_remote_code=trust_remote_code)
         trusted = [entry.task for entry in entries] if trust_remote_code else []
         ends = past_ends(queue_dir)
         with queue_dir.run.locked(), setup.opened() as cluster:
             answer_past_ends(queue_dir, ends)
             intake = _intake(setup, cluster, trusted=trusted, trusts_commands=trust_remote_code)
-            with self._working(queue_dir, setup, cluster, settings["method"], intake) as queue:
+            with self._working(queue_dir, setup, cluster, settings["method"], intake, tasks=tasks) as queue:
                 if not keep_open:
                     queue.finish()
                 queue.serve()
@@ -170,25 +165,60 @@ class QueueRunner:
 
     def _schedule(self, tasks: Sequence[Task], method: str, cluster: Cluster, *, refresh: bool) -> Schedule:
         self._setup.check(tasks, cluster)
+        estimates = self._estimates(tasks, self._setup, cluster, self._show_only, refresh=refresh)
+        return first_schedule(self._setup.problem(tasks, estimates, cluster.nodes), method)
+
+    def _estimates(
+        self,
+        tasks: Sequence[Task],
+        setup: QueueSetup,
+        cluster: Cluster,
+        tell: Callable[[MeasuringBegun | TaskMeasured], object],
+        *,
+        refresh: bool = False,
+    ) -> list[TaskEstimate]:
+        """What each of ``tasks`` takes; ``tell`` is called when a task begins to be measured, and when it was."""
+
+        def on_measured(task: Task, duration_s: float) -> None:
+            tell(TaskMeasured(task=task.name, duration_s=duration_s))
+
+        def on_measuring(task: Task, begun: MeasuringBegun | None) -> None:
+            if begun is None:
+                tell(MeasuringBegun(task=task.name, model=task.model, kept_in=str(cache_home())))
+            else:
+                tell(replace(begun, task=task.name, is_update=True))
+
         measurement = Measurement(
             cluster=cluster,
-            is_parallel=self._setup.is_parallel,
+            is_parallel=setup.is_parallel,
             refresh=refresh,
-            on_measuring=self._report_measuring,
-            on_measured=self._report_measured,
+            on_measuring=on_measuring,
+            on_measured=on_measured,
             is_interrupted=self._is_interrupted,
         )
-        estimates = [self._setup.allowed(estimate) for estimate in measurement.estimates(tasks)]
-        problem = self._setup.problem(tasks, estimates, cluster.nodes)
-        with GuardedSolver(method, time_limit_s=SOLVE_S, gap=SOLVE_GAP) as solve:
-            return solve(problem)
+        return [setup.allowed(estimate) for estimate in measurement.estimates(tasks)]
 
-    def _report_measuring(self, task: Task) -> None:
-        event = MeasuringBegun(task=task.name, model=task.model)
-        self._show(JournalEntry(seq=NO_SEQ, time=time.time(), event=event))
+    def _measured(
+        self,
+        queue_dir: QueueDir,
+        tasks: Mapping[str, Task],
+        setup: QueueSetup,
+        cluster: Cluster,
+        method: str,
+        journal: Journal,
+    ) -> Schedule:
+        """Measure the tasks of a queue, note in its folder and its journal what they take, and schedule them.
 
-    def _report_measured(self, task: Task, duration_s: float) -> None:
-        event = TaskMeasured(task=task.name, duration_s=duration_s)
+        Args:
+            tasks: Those that have to be done, by their names in the queue.
+        """
+        named = [task.replace(name=name) for name, task in tasks.items()]
+        estimates = self._estimates(named, setup, cluster, journal.append)
+        for task, estimate in zip(named, estimates, strict=True):
+            queue_dir.note_estimate(task.name, estimate)
+        return first_schedule(setup.problem(named, estimates, cluster.nodes), method)
+
+    def _show_only(self, event: MeasuringBegun | TaskMeasured) -> None:
         self._show(JournalEntry(seq=NO_SEQ, time=time.time(), event=event))
 
     def _show(self, entry: JournalEntry) -> None:
@@ -201,39 +231,56 @@ class QueueRunner:
     def _new_queue(
         self,
         tasks: Sequence[Task],
-        schedule: Schedule,
+        schedule: Schedule | None,
         output_dir: Path,
         cluster: Cluster,
         *,
-        method: str | None = None,
+        method: str,
         trusts_commands: bool = False,
     ) -> Iterator[TaskQueue]:
         check_has_id(tasks, IN_A_QUEUE)
         names = unique_names(tasks)
-        placements = {placement.task: placement for placement in schedule.placements}
-        if set(placements) != set(names):
+        placements = {} if schedule is None else {placement.task: placement for placement in schedule.placements}
+        if schedule is not None and set(placements) != set(names):
             raise SpecError(
                 f"schedule: expected a placement for each of the {len(names)} tasks, found {len(placements)} "
                 "for other ones; make it with engine.schedule(tasks)"
             )
-        entries = [self._entry(name, task, placements[name], cluster) for name, task in zip(names, tasks, strict=True)]
-        method = method if method is not None else schedule.method
         self._setup.check(tasks, cluster)
+        entries = [
+            self._entry(name, task, placements.get(name), cluster) for name, task in zip(names, tasks, strict=True)
+        ]
         queue_dir = QueueDir.create(
             output_dir, entries, [portable(task) for task in tasks], self._setup.settings(method)
         )
         trusted = [name for name, task in zip(names, tasks, strict=True) if task.needs_trust]
         intake = _intake(self._setup, cluster, trusted=trusted, trusts_commands=trusts_commands)
-        with (
-            queue_dir.run.locked(),
-            self._working(queue_dir, self._setup, cluster, method, intake, first=schedule) as queue,
-        ):
-            yield queue
+        is_working, by_name = False, dict(zip(names, tasks, strict=True))
+        try:
+            with (
+                queue_dir.run.locked(),
+                self._working(
+                    queue_dir,
+                    self._setup,
+                    cluster,
+                    method,
+                    intake,
+                    first=schedule,
+                    tasks=by_name,
+                ) as queue,
+            ):
+                is_working = True
+                yield queue
+        except ProfileError:
+            if not is_working:  # nothing of it is worth to be resumed
+                shutil.rmtree(queue_dir.root, ignore_errors=True)
+            raise
 
-    def _entry(self, name: str, task: Task, placement: Placement, cluster: Cluster) -> QueueEntry:
-        """A task as the queue's folder has it. Beside others it takes longer than by itself, which is the estimate."""
-        estimate = TaskEstimate(duration_s=placement.duration_s)
-        if placement.executor:
+    def _entry(self, name: str, task: Task, placement: Placement | None, cluster: Cluster) -> QueueEntry:
+        """A task as the queue's folder has it; without a placement it is to be measured. Beside others it takes longer
+        than by itself, which is the estimate."""
+        estimate = TaskEstimate(duration_s=UNKNOWN_DURATION_S if placement is None else placement.duration_s)
+        if placement is None or placement.executor:
             estimate = self._setup.known_estimate(task, cluster) or estimate
         return QueueEntry(
             task=name,
@@ -243,6 +290,7 @@ class QueueRunner:
             tenant=task.tenant,
             base=base_key(task),
             sharing=estimate.sharing,
+            is_unmeasured=placement is None,
         )
 
     @contextlib.contextmanager
@@ -254,23 +302,32 @@ class QueueRunner:
         method: str,
         intake: QueueIntake,
         *,
+        tasks: Mapping[str, Task],
         first: Schedule | None = None,
     ) -> Iterator[TaskQueue]:
         """Work on the queue in a folder, which is locked, until the block is left; then what still runs is ended: after
-        an error of the block's own it saves first."""
+        an error of the block's own it saves first. Where tasks of its have not been measured, that comes first.
+
+        Args:
+            tasks: By name in the queue; those that cannot be read are left out.
+        """
         entries, _ = queue_dir.read()
         done = {entry.task for entry in entries if has_result(queue_dir.run_of(entry.task))}
-        solver = GuardedSolver(method, time_limit_s=REPLAN_S, gap=REPLAN_GAP)
-        scheduling = Queue(
-            nodes=tuple(cluster.nodes),
-            settings=QueueSettings(quotas=setup.quotas),
-            solve=_first_as_given(first, solver),
-        )
+        solver = replanning(method)
         try:
             with Journal(queue_dir.run.journal_file, self._observers, check=queue_dir.run.check_lock) as journal:
                 for entry in journal.past:
                     self._show(replace(entry, is_replayed=True))
                 _journal_begin(journal, entries, done, method, cluster)
+                open_entries = [entry for entry in entries if entry.task not in done and not entry.is_cancelled]
+                if any(entry.is_unmeasured for entry in open_entries):
+                    open_tasks = {entry.task: tasks[entry.task] for entry in open_entries if entry.task in tasks}
+                    first = self._measured(queue_dir, open_tasks, setup, cluster, method, journal)
+                scheduling = Queue(
+                    nodes=tuple(cluster.nodes),
+                    settings=QueueSettings(quotas=setup.quotas),
+                    solve=first_as_given(first, solver),
+                )
                 with Controller(
                     cluster, scheduling, journal, show=self._show, is_interrupted=self._is_interrupted
                 ) as controller:
@@ -327,21 +384,6 @@ def _read(tasks: Sequence[Task]) -> list[Task]:
     return found
 
 
-def _first_as_given(
-    given: Schedule | None, solve: Callable[[SchedulingProblem, Schedule | None], Schedule]
-) -> Callable[[SchedulingProblem, Schedule | None], Schedule]:
-    """A solver whose first answer is ``given``, where that is a schedule of the requested tasks."""
-    left = [] if given is None else [given]
-
-    def answer(problem: SchedulingProblem, hint: Schedule | None = None) -> Schedule:
-        first = left.pop() if left else None
-        if first is not None and {place.task for place in first.placements} == {task.task for task in problem.pending}:
-            return first
-        return solve(problem, hint)
-
-    return answer
-
-
 def _journal_begin(
     journal: Journal, entries: Sequence[QueueEntry], done: Collection[str], method: str, cluster: Cluster
 ) -> None:
@@ -360,6 +402,7 @@ def _journal_begin(
                         duration_s=entry.duration_s,
                         priority=entry.priority,
                         tenant=entry.tenant,
+                        is_unmeasured=entry.is_unmeasured,
                     )
                     for entry in entries
                 ),
@@ -367,11 +410,6 @@ def _journal_begin(
         )
     if journal.past or done or notes:
         journal.append(QueueResumed(done=tuple(sorted(done)), notes=tuple(notes)))
-
-
-def _check_method(method: str) -> None:
-    if method.lower() not in METHODS:
-        raise SpecError(f"method: expected one of {', '.join(METHODS)}, found {method!r}")
 
 
 def _trusted_cluster(named: str, began_on: str, queue_dir: QueueDir) -> str:

@@ -6,6 +6,7 @@ Of several ranks each runs the same task; what is written once is written by the
 from __future__ import annotations
 
 import contextlib
+import itertools
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -62,6 +63,7 @@ from alto.spec import MixtureSource, Task, read_run_task
 from alto.spec.auto_space import auto_space
 from alto.spec.base_model import quantisation_keys
 from alto.spec.base_objects import BaseObjects
+from alto.spec.cache_home import cache_home
 from alto.trackers import Tracker, chosen_trackers, tracking
 
 __all__ = ["OpenRun", "TaskRunner", "portable"]
@@ -239,11 +241,18 @@ class TaskRunner:
         task, forecast = pack(prepared.context, on_measuring=self._announcement(prepared.context.task))
         return replace(prepared, context=replace(prepared.context, task=task), forecast=forecast)
 
-    def _announcement(self, task: Task) -> Callable[[], None]:
-        """Shows observers that ``task`` is being measured."""
+    def _announcement(self, task: Task) -> Callable[[float], None]:
+        """Shows observers that ``task`` is being measured, and how long that still takes."""
+        numbers = itertools.count()
 
-        def announce() -> None:
-            event = MeasuringBegun(task=task.name, model=task.model)
+        def announce(remaining_s: float) -> None:
+            event = MeasuringBegun(
+                task=task.name,
+                model=task.model,
+                remaining_s=remaining_s,
+                is_update=next(numbers) > 0,
+                kept_in=str(cache_home()),
+            )
             for observer in self._observers:
                 observer(JournalEntry(seq=NO_SEQ, time=time.time(), event=event))
 

@@ -15,7 +15,8 @@ from alto.engine.resident_base import ResidentBase
 from alto.engine.runner import OpenRun, TaskRunner
 from alto.errors import RunBusyError
 from alto.executor import Executor, Ranks, SharedBank, TaskContext
-from alto.runs import RunDir, load_run_task, replace_file
+from alto.runs import Journal, JournalEntry, RunDir, load_run_task, replace_file
+from alto.runs.events import MeasuringBegun
 from alto.scheduler import task_weights
 
 __all__ = ["PLAN", "PLAN_ANEW", "PLAN_FILE", "TRAIN", "Planning", "PlanningAnew", "Training"]
@@ -45,7 +46,8 @@ class Training:
             RunBusyError: It cannot share the bank of the others; it is to be started again by itself.
             AltoError: As :meth:`alto.engine.runner.TaskRunner.opened`.
         """
-        runner = _runner(lambda: self._is_interrupted(run))
+        folder = RunDir.open(run.run_dir)
+        runner = _runner(lambda: self._is_interrupted(run), folder, check=folder.check_lock)
         attached = _AttachedRun(run)
         with attached.closing_on_error():
             opened = attached.open(runner, self._bank_of)
@@ -157,7 +159,7 @@ class Planning:
 
     def attach(self, run: HostedRun) -> None:
         """Measure the task of a run; errors as of :meth:`alto.engine.runner.TaskRunner.plan`."""
-        folder, runner = RunDir.open(run.run_dir), _runner(run.is_interrupted)
+        folder, runner = RunDir.open(run.run_dir), _runner(run.is_interrupted, RunDir.open(run.run_dir))
         task = load_run_task(folder, trust_remote_code=run.trust_remote_code)
         try:
             found = runner.plan(task, refresh=self.refresh)
@@ -179,10 +181,22 @@ class PlanningAnew(Planning):
     refresh = True
 
 
-def _runner(is_interrupted: Callable[[], bool]) -> TaskRunner:
-    """A runner with the other ranks of this executor; alone, it keeps its base model."""
+def _runner(is_interrupted: Callable[[], bool], run: RunDir, *, check: Callable[[], None] = lambda: None) -> TaskRunner:
+    """A runner with the other ranks of this executor; alone, it keeps its base model. That its task is being measured
+    is written into the journal of ``run``, which those who watch it follow; its first event takes that place."""
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     ranks = Ranks.join(device)
-    return TaskRunner(is_interrupted=is_interrupted, ranks=ranks, resident_base=_BASE if ranks.is_alone else None)
+
+    def note_measuring(entry: JournalEntry) -> None:
+        if isinstance(entry.event, MeasuringBegun) and ranks.is_first:
+            with Journal(run.journal_file, check=check) as journal:
+                journal.append(entry.event)
+
+    return TaskRunner(
+        observers=[note_measuring],
+        is_interrupted=is_interrupted,
+        ranks=ranks,
+        resident_base=_BASE if ranks.is_alone else None,
+    )

@@ -136,8 +136,10 @@ def _adapter_settings(config: JobConfig) -> tuple[object, ...]:
 
 
 def resolve_rungs(task: Task, num_rows: int, *, begins: bool = True) -> Task:
-    """``task`` with explicit rungs: the rungs of a preset come after the learning-rate warmup of every job; where
-    answers choose among finalists, all finalists train to their end. A population is ranked at every interval. A single
+    """``task`` with explicit rungs.
+
+    Those of a preset come after the learning-rate warmup of every job and fit the steps of all jobs. Where answers
+    choose among finalists, all finalists train to their end. A population is ranked at every interval. A single
     configuration has nothing to be selected from.
 
     Args:
@@ -158,8 +160,11 @@ def resolve_rungs(task: Task, num_rows: int, *, begins: bool = True) -> Task:
     is_scored = task.scoring is not None and finish is not None and task.scoring.is_at(finish.progress)
     if task.scoring is not None and not is_scored and early_exit.finish_from is None:
         early_exit = early_exit.replace(finish_from=1.0)
-    shares = [job.config.lr_warmup_share(job.config.total_steps(num_rows)) for job in task.jobs]
-    return task.replace(early_exit=early_exit.resolved(lr_warmup=max(shares)))
+    configs = [job.config for job in task.jobs]
+    shares = [config.lr_warmup_share(config.total_steps(num_rows)) for config in configs]
+    steps = {config.total_steps(num_rows) for config in (*configs, *task.extreme_configs())}
+    is_fitted = begins and (task.scoring is None or not task.scoring.rungs)  # rungs that are scored are a user's own
+    return task.replace(early_exit=early_exit.resolved(lr_warmup=max(shares), steps=steps if is_fitted else ()))
 
 
 def _is_one_configuration(task: Task) -> bool:

@@ -352,11 +352,15 @@ def _curve(
 
 
 def _rung_labels(history: RunHistory) -> list[tuple[float, str]]:
+    """Every rung, at the share after which jobs were first evaluated for it."""
     labels = []
     for rung in history.rung_settings:
         outcome = next((found for found in history.rungs if math.isclose(found.progress, rung.progress)), None)
         kept = f"{format_share(rung.progress)}: {len(outcome.kept)} kept" if outcome is not None else ""
-        labels.append((rung.progress, kept or describe_rung(rung)))
+        share, label = history.share_after(rung), kept or describe_rung(rung)
+        if not math.isclose(share, rung.progress):
+            label = f"after {format_share(share)}, rung at {label}"
+        labels.append((share, label))
     return labels
 
 

@@ -120,7 +120,7 @@ def importance_of_settings(history: RunHistory) -> Importance | None:
     best = history.best
     if first is None or best is None:
         return None
-    later = [*(rung.progress for rung in history.rung_settings if rung.progress > first.progress), 1.0]
+    later = {*map(history.share_after, history.rung_settings), 1.0}
     found = (_compared(history, progress) for progress in sorted(later, reverse=True) if progress > first.progress)
     last = next((comparison for comparison in found if comparison is not None), None)
     config = tidy_config(best.config)
@@ -132,10 +132,10 @@ def importance_of_settings(history: RunHistory) -> Importance | None:
 
 
 def first_equal_share(history: RunHistory) -> float:
-    """The share of its steps after which every job can be compared: the first rung, or without rungs the last share
-    that all jobs have reached; 0 where no job was evaluated."""
+    """The share of its steps after which every job can be compared: that after the first rung, or without rungs the
+    last share that all jobs have reached; 0 where no job was evaluated."""
     reached = [job.evaluations[-1].progress for job in history.jobs.values() if job.evaluations and not job.origin]
-    return min([rung.progress for rung in history.rung_settings] or reached) if reached else 0.0
+    return min(map(history.share_after, history.rung_settings), default=min(reached)) if reached else 0.0
 
 
 def point_at(job: JobHistory, progress: float) -> LossPoint | None:

@@ -30,6 +30,7 @@ from alto.export.wording import (
     describe_savings,
     describe_scoring,
     format_count,
+    format_count_of,
     format_duration,
     format_loss,
     format_share,
@@ -67,6 +68,7 @@ class PlainView:
         self._num_bests_reported = 0
         self._best_reported: float | None = None
         self._tenths_reported = 0
+        self._measuring_since: float | None = None
 
     def __enter__(self) -> PlainView:
         return self
@@ -77,7 +79,8 @@ class PlainView:
     def observe(self, entry: JournalEntry) -> None:
         """Fold in one entry of the journal and write what is new."""
         if isinstance(entry.event, events.MeasuringBegun):
-            self._say(describe_measuring(entry.event))
+            self._measuring_since = entry.time if self._measuring_since is None else self._measuring_since
+            self._say(describe_measuring(entry.event), after_s=entry.time - self._measuring_since)
             return
         self.history.apply(entry)
         if isinstance(entry.event, events.TaskStarted | events.JobAdded):
@@ -153,7 +156,7 @@ class PlainView:
         history = self.history
         held_out = f"{started.num_validation} to validate" if started.refit is None else "no validation"
         self._say(
-            f"task {clean(history.name)}: {len(history.jobs)} jobs ({clean(started.method)}) on "
+            f"task {clean(history.name)}: {format_count_of(len(history.jobs), 'job')} ({clean(started.method)}) on "
             f"{clean(started.model or 'the base model')}, dataset {clean(started.dataset or 'unnamed')}, "
             f"{started.num_train} rows to train and {held_out}"
         )
@@ -284,8 +287,9 @@ class PlainView:
         config = describe_config(tidy_config(job.config), self._keys)
         return f"{clean(job.job)} ({config})" if config else clean(job.job)
 
-    def _say(self, line: str) -> None:
-        text = f"[{format_duration(self.history.duration_s):>11}] {line}\n"
+    def _say(self, line: str, *, after_s: float | None = None) -> None:
+        """Write a line with the time since the run began, or ``after_s`` seconds."""
+        text = f"[{format_duration(self.history.duration_s if after_s is None else after_s):>11}] {line}\n"
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
         # In a log with a narrow encoding, a character is replaced rather than the run ended.
         self._stream.write(text.encode(encoding, "replace").decode(encoding))

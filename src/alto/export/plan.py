@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from alto.export.wording import clean, format_duration, format_share
-from alto.records import Schedule, TaskPlan
+from alto.records import MemoryProfile, Schedule, TaskPlan
 
 __all__ = ["plan_text", "schedule_text"]
 
@@ -41,8 +41,7 @@ def plan_text(plan: TaskPlan, *, price_per_hour: float | None = None) -> Rendera
         ),
         (
             "",
-            f"{measured}: {len(memory.points)} steps, memory estimate error {format_share(memory.error_median)} "
-            f"(at worst {format_share(memory.error_worst)})",
+            f"{measured}: {len(memory.points)} steps, {_memory_error(memory)}",
         ),
     ]
     chosen = (
@@ -143,3 +142,10 @@ def _span(smallest: int, largest: int) -> str:
 
 def _size(num_bytes: float) -> str:
     return f"{num_bytes / 2**30:,.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / _MIB:,.1f} MiB"
+
+
+def _memory_error(memory: MemoryProfile) -> str:
+    """How well the memory model describes the measured steps; a line goes through any two points."""
+    if len({point.num_tokens for point in memory.points}) == 2:
+        return "too few to know the memory estimate error"
+    return f"memory estimate error {format_share(memory.error_median)} (at worst {format_share(memory.error_worst)})"

@@ -146,15 +146,26 @@ def queue_summary(
     status = queue.status(is_live=is_live)
     state = "not finished" if status is RunStatus.RUNNING else status.value
     lines: list[RenderableType] = [
-        Text.assemble((_headline(queue), "bold"), f": {state} after {format_duration(queue.duration_s)}"),
+        Text.assemble((_headline(queue), "bold"), f": {state} after {_wall_time(queue)}"),
         *(Text(f"note: {clean(notice)}", style="yellow") for notice in queue.notices),
         *_unreadable(progress),
         "",
-        _TaskTable(progress, list(queue.tasks.values()), queue.last_seen_at or 0.0),
+        _TaskTable(
+            progress,
+            list(queue.tasks.values()),
+            queue.last_seen_at or 0.0,
+            is_live=status is RunStatus.RUNNING,
+        ),
     ]
     if queue_dir is not None:
         lines.append(Text(f"adapters: {clean(Path(queue_dir) / 'tasks')}/<task>/best", overflow="fold"))
     return Group(*lines)
+
+
+def _wall_time(queue: QueueHistory) -> str:
+    """How long the queue has worked, with the measuring before its first schedule."""
+    total = format_duration(queue.duration_s)
+    return f"{total}, {format_duration(queue.measuring_s)} of them for measuring" if queue.measuring_s else total
 
 
 def task_list(progress: QueueProgress) -> RenderableType:
@@ -220,11 +231,20 @@ class _TaskTable:
     Names and states keep their width: where a terminal is narrow, bars and expected times go first, then losses.
     """
 
-    def __init__(self, progress: QueueProgress, tasks: Sequence[TaskHistory], now: float, *, hidden: int = 0) -> None:
+    def __init__(
+        self,
+        progress: QueueProgress,
+        tasks: Sequence[TaskHistory],
+        now: float,
+        *,
+        hidden: int = 0,
+        is_live: bool = True,
+    ) -> None:
         self._progress = progress
         self._tasks = tasks
         self._now = now
         self._hidden = hidden
+        self._is_live = is_live
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         has_bar, has_losses = options.max_width >= _WIDTH_OF_BARS, options.max_width >= _WIDTH_OF_LOSSES
@@ -254,7 +274,7 @@ class _TaskTable:
         if self._hidden > 0:
             yield Text(f"… and {self._hidden} more", style="dim")
         for task in self._tasks:
-            if note := _note(task):
+            if note := _note(task) if self._is_live or task.measuring is None else "":
                 yield Text(f"{clean(task.task)}: {note}", style="yellow", no_wrap=True, overflow="ellipsis")
 
 
@@ -269,11 +289,13 @@ def _time(task: TaskHistory, now: float, *, is_short: bool) -> str:
     spent_s = task.spent_s(now)
     expected = format_duration(task.duration_s)
     if not task.attempts:
-        return f"about {expected}"
+        return "not measured yet" if task.is_unmeasured else f"about {expected}"
     return format_duration(spent_s) if is_short else f"{format_duration(spent_s)} (planned {expected})"
 
 
 def _note(task: TaskHistory) -> str:
+    if task.measuring is not None:
+        return describe_measuring(task.measuring)
     if task.failure:
         return clean(task.failure)
     if task.is_cancelled:
@@ -286,8 +308,10 @@ def _line(progress: QueueProgress, event: events.Event) -> str | None:
     """The line for ``event``, which is folded in; None if it has none."""
     queue = progress.queue
     match event:
-        case events.MeasuringBegun():
-            return describe_measuring(event)
+        case events.MeasuringBegun() as begun:
+            return describe_measuring(begun)
+        case events.TaskRelayed(entry=JournalEntry(event=events.MeasuringBegun() as begun)):
+            return describe_measuring(begun)
         case events.TaskMeasured(task=task, duration_s=duration_s):
             return f"{clean(task)} is estimated to take {format_duration(duration_s)}"
         case events.TaskSubmitted(task=task):

@@ -97,7 +97,7 @@ def run_figures(history: RunHistory, table: JobTable) -> RunFigures:
             "slots": _slots_data(slots),
         },
         # Rungs early in a run crowd all that happens into the left edge of a linear axis.
-        opens_logarithmic=any(rung.progress <= 0.2 for rung in history.rung_settings),
+        opens_logarithmic=any(history.share_after(rung) <= 0.2 for rung in history.rung_settings),
     )
 
 

@@ -91,6 +91,7 @@ class LiveView:
         self._lock = threading.Lock()
         self._paces: dict[str, Pace] = {}  # of every job in a slot, in steps
         self._announcement = ""
+        self._measuring = ""
         self._size = console.size
         self._live = Live(
             console=console,
@@ -111,7 +112,9 @@ class LiveView:
     def observe(self, entry: JournalEntry) -> None:
         """Fold in one entry of the journal; the next redraw shows it."""
         if isinstance(entry.event, MeasuringBegun):  # before the run begins
-            self._console.print(Text(describe_measuring(entry.event), style="dim"))
+            self._measuring = describe_measuring(entry.event)
+            if not entry.event.is_update:
+                self._console.print(Text(self._measuring, style="dim"))
             return
         with self._lock:
             self.history.apply(entry)
@@ -171,7 +174,7 @@ class LiveView:
         history = self.history
         announced = [Text(self._announcement, style="bold yellow", overflow="fold")] if self._announcement else []
         if not history.jobs:
-            return Group(*announced, Text("Preparing …", style="dim"))
+            return Group(*announced, Text(self._measuring or "Preparing …", style="dim"))
         table = job_table(history)
         rows = sorted(table.rows, key=lambda row: (not row.is_best, LIVE_ORDER.get(row.outcome, EXITED_ORDER)))
         notes = [row.explanation or self._next_stop(history.jobs[row.job_id], now) for row in rows]

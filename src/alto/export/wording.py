@@ -247,10 +247,14 @@ def describe_outlook(found: Outlook) -> list[str]:
 
 
 def describe_measuring(event: MeasuringBegun) -> str:
-    """What is measured, how long that takes, and that it is kept."""
+    """What is measured, how long that takes, and where it is kept."""
+    left = "" if event.remaining_s is None else f": about {format_duration(event.remaining_s)} left"
+    if event.is_update:
+        return f"measuring {clean(event.task)}{left}"
+    where = f" in {clean(event.kept_in)}" if event.kept_in else ""
     return (
-        f"measuring memory and time of {clean(event.task)} on {clean(event.model)}: about a minute on an idle machine, "
-        "several on a busy one; kept for later runs of the same task"
+        f"measuring memory and time of {clean(event.task)} on {clean(event.model)}{left}, longer on a busy machine; "
+        f"kept{where} for later runs of the same task"
     )
 
 
@@ -260,7 +264,8 @@ def describe_profile(event: ProfileMeasured) -> str:
     known = "earlier" if event.is_cached else f"in {format_duration(event.profile_s)}"
     known += ", while other programs used the machine: times are rough" if event.throughput.is_unsteady else ""
     return (
-        f"{format_count(event.max_slots)} slots, micro-batches of {format_count(event.max_tokens_per_pass)} tokens; "
+        f"{format_count_of(event.max_slots, 'slot')}, "
+        f"micro-batches of {format_count(event.max_tokens_per_pass)} tokens; "
         f"about {format_duration(event.expected_duration_s)} expected, {format_duration(event.duration_s)} if no job "
         f"ends early (profile measured {known})"
     )

@@ -23,6 +23,7 @@ from alto.runs.pace import Pace
 from alto.runs.run_dir import RunDir
 from alto.spec.early_exit import EarlyExit
 from alto.spec.metric import LOSS, score_of
+from alto.spec.rungs import rung_step
 
 __all__ = ["RunHistory", "history_before", "read_history"]
 
@@ -114,6 +115,11 @@ class RunHistory(JournalFold):
         except NOT_FOLDABLE:
             return ()
         return early_exit.selection_rungs if early_exit.enabled and early_exit.select else ()
+
+    def share_after(self, rung: Rung) -> float:
+        """The first share at or after ``rung`` that a job has done after whole steps: 8.3 % for 1 % of 12 steps."""
+        totals = [job.total_steps for job in self.jobs.values() if job.total_steps]
+        return min((rung_step(rung, total) / total for total in totals), default=rung.progress)
 
     @property
     def num_ranks(self) -> int:

@@ -35,7 +35,7 @@ __all__ = ["QueueDir", "QueueEntry"]
 _SPEC = "queue.yaml"
 _MAX_BYTES = 64 * 1024**2
 
-_WRITTEN_IF_SET = ("command", "is_cancelled", "base", "sharing")
+_WRITTEN_IF_SET = ("command", "is_cancelled", "base", "sharing", "is_unmeasured")
 """Keys of a task that are left out where they have their defaults."""
 
 _MOST = 2.0**63
@@ -56,6 +56,8 @@ class QueueEntry:
         is_cancelled: It was cancelled.
         base: Its base model: equal for tasks that one process can train; empty where that is not known.
         sharing: What is known for sharing an executor; None where it has one of its own.
+        is_unmeasured: What it takes is measured before the queue's first schedule, and was not yet: ``duration_s`` is
+            a guess.
     """
 
     task: str
@@ -67,6 +69,7 @@ class QueueEntry:
     is_cancelled: bool = False
     base: str = ""
     sharing: Sharing | None = None
+    is_unmeasured: bool = False
 
     @property
     def estimate(self) -> TaskEstimate:
@@ -173,6 +176,17 @@ class QueueDir:
                 [replace(entry, is_cancelled=True) if entry.task == task else entry for entry in entries], settings
             )
 
+    def note_estimate(self, task: str, estimate: TaskEstimate) -> None:
+        """Note what a task was measured to take; errors as in :meth:`add`."""
+        entries, settings = self.read()
+        self.run.check_lock()
+
+        def noted(entry: QueueEntry) -> QueueEntry:
+            return replace(entry, duration_s=estimate.duration_s, sharing=estimate.sharing, is_unmeasured=False)
+
+        with writing(self.root, self._spec_file):
+            self._write([noted(entry) if entry.task == task else entry for entry in entries], settings)
+
     def _write(self, entries: Sequence[QueueEntry], settings: Mapping[str, Any]) -> None:
         facts = {"settings": dict(settings), "tasks": [_facts(entry) for entry in entries]}
         replace_file(self._spec_file, yaml.safe_dump(facts, sort_keys=False, allow_unicode=True))
@@ -199,8 +213,9 @@ def _check(entry: QueueEntry) -> None:
     # A task's name is that of a folder in the queue's own.
     if not is_text or entry.task in ("", ".", "..") or "/" in entry.task or "\0" in entry.task:
         raise ValueError(f"the task {entry.task!r}")
-    if type(entry.is_cancelled) is not bool:
-        raise ValueError(f"{entry.is_cancelled!r} as is_cancelled")
+    for key in ("is_cancelled", "is_unmeasured"):
+        if type(getattr(entry, key)) is not bool:
+            raise ValueError(f"{getattr(entry, key)!r} as {key}")
     if type(entry.num_gpus) is not int or type(entry.priority) is not int or entry.num_gpus < 1:
         raise ValueError(f"{entry.num_gpus!r} GPUs at priority {entry.priority!r}")
     if not is_number(entry.duration_s, least=MIN_DURATION_S, most=MAX_DURATION_S):

@@ -75,6 +75,8 @@ class TaskHistory:
         failure: Why it was given up.
         tenant, priority: As it was submitted.
         is_cancelled: It was cancelled; a running executor of it saves and ends.
+        measuring: Steps of it are being measured; None where they are not.
+        is_unmeasured: It is to be measured before the first schedule: ``duration_s`` is a guess.
     """
 
     task: str
@@ -87,6 +89,8 @@ class TaskHistory:
     tenant: str = ""
     priority: int = 0
     is_cancelled: bool = False
+    measuring: events.MeasuringBegun | None = None
+    is_unmeasured: bool = False
 
     def spent_s(self, now: float) -> float:
         """Seconds that all its attempts took until ``now`` (unix seconds)."""
@@ -125,6 +129,7 @@ class QueueHistory(JournalFold):
         plans: Every schedule that was made.
         notices: What users should know, oldest first.
         is_completed: Whether every task has its result or was given up.
+        measuring_s: Seconds in which tasks were measured before the first schedule; part of ``duration_s``.
     """
 
     def __init__(self) -> None:
@@ -134,6 +139,8 @@ class QueueHistory(JournalFold):
         self.plans: list[PlanNote] = []
         self.notices: list[str] = []
         self.is_completed = False
+        self.measuring_s = 0.0
+        self._measuring_since: float | None = None
         self._done: set[str] = set()
 
     @property
@@ -199,6 +206,14 @@ class QueueHistory(JournalFold):
                 task = self.tasks[event.task]
                 task.is_cancelled = True
                 task.state = TaskStage.CANCELLED if task.state is TaskStage.WAITING else task.state
+            case events.MeasuringBegun() if event.task in self.tasks:
+                self.tasks[event.task].measuring = event
+                self._measuring_since = time if self._measuring_since is None else self._measuring_since
+            case events.TaskMeasured() if event.task in self.tasks:
+                task = self.tasks[event.task]
+                task.measuring, task.is_unmeasured, task.duration_s = None, False, event.duration_s
+                if not any(other.measuring for other in self.tasks.values()):
+                    self._end_measuring(time)
             case events.SchedulePlanned():
                 self._on_planned(event, time)
             case events.ExecutorStarted():
@@ -229,9 +244,13 @@ class QueueHistory(JournalFold):
             duration_s=entry.duration_s,
             tenant=entry.tenant,
             priority=entry.priority,
+            is_unmeasured=isinstance(entry, events.QueuedTask) and entry.is_unmeasured,
         )
 
     def _on_resumed(self, event: events.QueueResumed, time: float) -> None:
+        self._end_measuring(self.last_seen_at)
+        for task in self.tasks.values():
+            task.measuring = None
         self._note_interruption(time)
         self.is_completed = False
         self.notices += event.notes
@@ -243,6 +262,11 @@ class QueueHistory(JournalFold):
             elif task.state is TaskStage.RUNNING:
                 self._close(task, self.last_seen_at, outcome="lost", reason="the controller ended")
                 task.state = _unfinished(task)
+
+    def _end_measuring(self, time: float | None) -> None:
+        if self._measuring_since is not None and time is not None:
+            self.measuring_s += max(0.0, time - self._measuring_since)
+        self._measuring_since = None
 
     def _on_planned(self, event: events.SchedulePlanned, time: float) -> None:
         self.plans.append(
@@ -260,6 +284,7 @@ class QueueHistory(JournalFold):
             self.notices.append(event.notice)
         for placement in event.placements:
             task = self.tasks[placement.task]
+            task.is_unmeasured = False
             task.first_plan = task.first_plan or replace(placement, start_s=self.worked_s(time) + placement.start_s)
 
     @staticmethod

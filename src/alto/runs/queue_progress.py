@@ -7,7 +7,7 @@ from pathlib import Path
 
 from alto.errors import RunError
 from alto.records import Gpu
-from alto.runs.events import JournalEntry, TaskMeasured, TaskRelayed, TaskResumed, TaskStarted
+from alto.runs.events import JournalEntry, MeasuringBegun, TaskMeasured, TaskRelayed, TaskResumed, TaskStarted
 from alto.runs.history import RunHistory, history_before, read_history
 from alto.runs.progress import share_done
 from alto.runs.queue_dir import QueueDir
@@ -73,8 +73,16 @@ class QueueProgress:
     def apply(self, entry: JournalEntry) -> None:
         """Fold in an event of the queue, or one of the run of a task that the queue relays."""
         match entry.event:
+            case TaskRelayed(task=task, entry=JournalEntry(event=MeasuringBegun() as begun)):
+                if task in self.queue.tasks:
+                    self.queue.tasks[task].measuring = begun
+                return
+            case TaskRelayed(task=task) if task in self.queue.tasks:
+                self.queue.tasks[task].measuring = None
+        match entry.event:
             case TaskMeasured():
                 self.num_measured += 1
+                self.queue.apply(entry)
             case TaskRelayed(task=task, entry=JournalEntry(event=TaskStarted(), is_replayed=False) as first):
                 self.runs[task] = RunHistory.of([first])
             case TaskRelayed(task=task, entry=relayed):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -22,6 +21,7 @@ from alto.records import Rung
 from alto.spec.keys import canonical_keys
 from alto.spec.quoting import quoted
 from alto.spec.rules import RULES, DivergenceSettings, GapSettings, Rule, UpturnSettings
+from alto.spec.rungs import ceil_share
 from alto.spec.validation import plain
 
 __all__ = ["EARLIEST_IN_WARMUP", "PRESETS", "EarlyExit", "Preset", "PresetName"]
@@ -301,18 +301,26 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
             rungs.append(Rung(progress=halving.finish_from, keep=1.0, max_kept=1))
         return tuple(rungs)
 
-    def resolved(self, *, lr_warmup: float = 0.0) -> EarlyExit:
+    def resolved(self, *, lr_warmup: float = 0.0, steps: Collection[int] = ()) -> EarlyExit:
         """The same settings with explicit rungs, as they are written to the run directory.
+
+        The rungs of a preset fit themselves to the jobs; those of a user or the paper do not move, nor does a user's
+        ``finish_from``, and then the rungs of a preset stay before it.
 
         Args:
             lr_warmup: The largest share of its steps for which a job's learning rate rises. The rungs of a preset come
-                no earlier than after a quarter of it; those of a user or the paper do not move, nor does a user's
-                ``finish_from``, and then the rungs of a preset stay before it.
+                no earlier than after a quarter of it.
+            steps: Numbers of steps that jobs have; empty where they are not known. The rungs of a preset come no
+                earlier than at the second step of any job, and no two come at one step of a job. Where a job has fewer
+                than three steps, no jobs are ranked.
         """
-        halving, earliest = self._halving, EARLIEST_IN_WARMUP * lr_warmup
-        is_finish_before = self.finish_from is not None and self.finish_from <= earliest
+        halving, select, earliest = self._halving, self.select, EARLIEST_IN_WARMUP * lr_warmup
+        if steps and ceil_share(max(halving.rungs[0][0], earliest), min(steps)) < 2:
+            earliest = 2 / min(steps)
+        is_finish_before = self.finish_from is not None and self.finish_from < 1 and self.finish_from <= earliest
         if self._given_rungs is None and not is_finish_before:
-            halving = _no_earlier(halving, earliest)
+            select = select and earliest < 1
+            halving = _no_earlier(halving, earliest, steps) if earliest < 1 else halving
         return self.replace(
             rungs=halving.rungs,
             min_kept=halving.min_kept,
@@ -320,6 +328,7 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
             warmup_ratio=None,
             select_ratio=None,
             preset=None,
+            select=select,
         )
 
     @property
@@ -361,14 +370,24 @@ def _without_floor(rungs: tuple[tuple[float, float], ...]) -> Preset:
     return Preset(rungs=rungs, min_kept=(1,) * len(rungs), finish_from=None)
 
 
-def _no_earlier(halving: Preset, earliest: float) -> Preset:
-    """The same selection, no earlier than at the share ``earliest``: rungs up to it become one there."""
-    num_before = sum(progress <= earliest for progress, _ in halving.rungs)
-    if not num_before:
-        return halving
-    joined, rest = halving.rungs[:num_before], halving.rungs[num_before:]
-    first = (earliest, math.prod(keep for _, keep in joined))
-    return Preset(rungs=(first, *rest), min_kept=halving.min_kept[num_before - 1 :], finish_from=halving.finish_from)
+def _no_earlier(halving: Preset, earliest: float, steps: Collection[int]) -> Preset:
+    """The same selection, no earlier than at the share ``earliest``: rungs up to it become one there, and rungs at one
+    step of a job become the last of them."""
+    # The point from which only the best job continues is a rung that keeps at least one.
+    finish = [] if halving.finish_from is None else [(halving.finish_from, 1.0, 1)]
+    rungs = [(*rung, min_kept) for rung, min_kept in zip(halving.rungs, halving.min_kept, strict=True)]
+    found: list[tuple[float, float, int]] = []
+    for progress, keep, min_kept in (*rungs, *finish):
+        at = max(progress, earliest)
+        if found and (found[-1][0] == at or any(ceil_share(found[-1][0], n) == ceil_share(at, n) for n in steps)):
+            keep *= found.pop()[1]
+        found.append((at, keep, min_kept))
+    finish_from = found.pop()[0] if finish and len(found) > 1 else None
+    return Preset(
+        rungs=tuple((at, keep) for at, keep, _ in found),
+        min_kept=tuple(min_kept for _, _, min_kept in found),
+        finish_from=finish_from,
+    )
 
 
 def _check_given_once(given: Mapping[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """``python -m alto.executor.profiling.child``: measures in a process of its own.
 
-Reads a request from stdin and writes the measurements to stdout, both as JSON.
+Reads a request from stdin, and writes to stdout how long it still takes, a line each time, and at last the
+measurements; all as JSON.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     try:
         backbone = load_backbone(task.base_model, gradient_checkpointing=task.gradient_checkpointing is True)
         lengths = [RowLength(tuple(SpanLength(*span) for span in spans)) for spans in request["lengths"]]
-        measured = measure(task, backbone, lengths, num_rows=request["num_rows"], max_tokens=request["max_tokens"])
+        measured = measure(
+            task, backbone, lengths, num_rows=request["num_rows"], max_tokens=request["max_tokens"], on_progress=_tell
+        )
     except DeviceMemoryError as error:
         return {"no_memory": str(error)}
     except Exception as error:
@@ -35,6 +38,10 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
             raise
         return {"no_memory": f"expected memory for the base model {task.model!r}, found less; load a smaller one"}
     return measured.to_dict()
+
+
+def _tell(remaining_s: float) -> None:
+    print(json.dumps({"remaining_s": remaining_s}), flush=True)
 
 
 if __name__ == "__main__":

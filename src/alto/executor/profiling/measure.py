@@ -23,8 +23,9 @@ from alto.executor.job_state import JobState
 from alto.executor.memory_errors import MemoryEvent, RowTooLargeError
 from alto.executor.micro_batches import MicroBatches
 from alto.executor.planned_job import PlannedJob, plan_jobs
+from alto.executor.profiling.budget import LEAST_TIMED_S, LEAST_TIMES, MOST_TIMES, MeasuringBudget
 from alto.executor.profiling.meter import capacity_bytes, peak_bytes, reset_peak
-from alto.executor.profiling.sketch import RowLength, synthetic_rows
+from alto.executor.profiling.sketch import EVALUATED, RowLength, synthetic_rows
 from alto.executor.profiling.spread import spread_of
 from alto.executor.ranks import Ranks
 from alto.executor.trainer import Trainer
@@ -36,7 +37,7 @@ from alto.spec import Task
 from alto.spec.base_model import LOAD_IN_4BIT
 from alto.spec.method import find_method
 
-__all__ = ["MARGIN", "Measured", "Packing", "measure", "packings", "slot_bytes"]
+__all__ = ["MARGIN", "Measured", "Packing", "measure", "measuring_budget", "packings", "slot_bytes"]
 
 MARGIN = 0.9
 """Share of the device's memory that is planned; the rest is for allocations that no profile measures."""
@@ -45,11 +46,6 @@ MAX_JOBS = 16
 """Largest number of jobs that are measured together; the cost of more is extrapolated."""
 
 _BATCH_SIZES = (1, 2, 4, 8, 16, 32)
-_LEAST_TIMES, _MOST_TIMES = 3, 16
-_LEAST_TIMED_S = 2.0
-"""Short steps are repeated for this long, for a stable duration."""
-_LEAST_BUDGET_S = 60.0
-_BUDGET_SHARE = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,12 +134,13 @@ def measure(
     max_tokens: int,
     ranks: Ranks | None = None,
     clock: Callable[[], float] = time.perf_counter,
+    on_progress: Callable[[float], None] = lambda remaining_s: None,
 ) -> Measured:
     """Take steps of jobs of ``task`` on rows of random tokens, from small to large, while they fit.
 
     Steps of two sizes are always taken, as both models need them. After these it ends where the next step would not
-    fit, or has more than ``max_tokens``, or would exceed the time budget: the larger of a minute and a fiftieth of the
-    estimated duration of the task. The model is not changed.
+    fit, or has more than ``max_tokens``, or would exceed the time budget (:class:`MeasuringBudget`). The model is not
+    changed.
 
     Args:
         task: Its jobs take the steps.
@@ -153,6 +150,7 @@ def measure(
         max_tokens: Largest number of tokens of a step.
         ranks: This process among those that measure together.
         clock: Returns seconds; never runs backwards.
+        on_progress: Called after each size with the expected seconds until the measurement ends.
 
     Raises:
         DeviceMemoryError: Not even one row of one job fits, or nothing more than that.
@@ -179,7 +177,8 @@ def measure(
         trainer.admit_fresh(job, slot)
     memory: list[MemoryPoint] = []
     durations: list[ThroughputPoint] = []
-    budget = _Budget(clock, began, task, lengths, num_rows)
+    budget = measuring_budget(task, lengths, num_rows=num_rows, max_tokens=max_tokens, ranks=ranks, num_jobs=num_jobs)
+    token_s = 0.0
     try:
         for packing in todo:
             admitted = _admitted(chosen, packing, len(rows.train), ranks)
@@ -188,7 +187,7 @@ def measure(
             num_tokens = trainer.micro_batches.num_tokens(parts) // ranks.size
             if _has_two_sizes(memory) and ranks.any(
                 num_tokens > max_tokens
-                or not budget.allows(durations, of_all)
+                or not budget.allows(of_all, token_s=token_s, spent_s=clock() - began)
                 or not _will_fit(memory, num_tokens, MARGIN * capacity - bank)
             ):
                 break
@@ -202,6 +201,8 @@ def measure(
             durations.append(
                 ThroughputPoint(num_jobs=len(admitted), num_tokens=of_all, duration_s=seconds, spread=spread)
             )
+            token_s = seconds / of_all
+            on_progress(budget.remaining_s(len(memory), token_s=token_s, spent_s=clock() - began))
         if not memory:
             raise DeviceMemoryError(_nothing_fits(refused[0].num_tokens, backbone))
         if not _has_two_sizes(memory):
@@ -221,22 +222,20 @@ def measure(
     )
 
 
-class _Budget:
-    """Time budget of the measurement: a share of the task's duration, as estimated from the steps so far."""
-
-    def __init__(
-        self, clock: Callable[[], float], began: float, task: Task, lengths: Sequence[RowLength], num_rows: int
-    ) -> None:
-        self._clock = clock
-        self._began = began
-        samples = sum(job.config.samples_after(job.config.total_steps(num_rows), num_rows) for job in task.jobs)
-        self._task_tokens = samples * statistics.fmean(length.num_tokens for length in lengths)
-
-    def allows(self, durations: Sequence[ThroughputPoint], num_tokens: int) -> bool:
-        """Whether steps of ``num_tokens`` can be measured too."""
-        token_s = durations[-1].duration_s / durations[-1].num_tokens
-        budget_s = max(_LEAST_BUDGET_S, _BUDGET_SHARE * self._task_tokens * token_s)
-        return self._clock() - self._began + (1 + _LEAST_TIMES) * num_tokens * token_s <= budget_s
+def measuring_budget(
+    task: Task, lengths: Sequence[RowLength], *, num_rows: int, max_tokens: int, ranks: Ranks, num_jobs: int
+) -> MeasuringBudget:
+    """The time that :func:`measure` takes and may take, with ``num_jobs`` on a rank; arguments as it takes them."""
+    largest_batch = max(job.config.rows_per_step for job in task.jobs)
+    num_jobs = min(MAX_JOBS, num_jobs)
+    return MeasuringBudget.of(
+        task,
+        lengths,
+        rows_of_sizes=[ranks.size * packing.num_rows for packing in packings(num_jobs, largest_batch)],
+        max_tokens=ranks.size * max_tokens,
+        num_rows=num_rows,
+        num_evaluated=ranks.size * min(EVALUATED, num_jobs * largest_batch),
+    )
 
 
 def _measured_jobs(task: Task, backbone: Backbone, shapes: Sequence[AdapterShape], capacity: int, ranks: Ranks) -> int:
@@ -331,7 +330,7 @@ def _timed(action: Callable[[], object], ranks: Ranks, clock: Callable[[], float
     """Durations of ``action``, the first of which is slower and left out."""
     action()
     seconds: list[float] = []
-    while len(seconds) < _LEAST_TIMES or ranks.any(sum(seconds) < _LEAST_TIMED_S and len(seconds) < _MOST_TIMES):
+    while len(seconds) < LEAST_TIMES or ranks.any(sum(seconds) < LEAST_TIMED_S and len(seconds) < MOST_TIMES):
         start = clock()
         action()
         seconds.append(clock() - start)

@@ -12,8 +12,9 @@ import torch
 from alto.errors import DeviceMemoryError, SpecError
 from alto.executor.context import TaskContext
 from alto.executor.planned_job import PlannedJob
+from alto.executor.profiling.budget import usual_token_s
 from alto.executor.profiling.disk import disk_bytes
-from alto.executor.profiling.measure import MARGIN, slot_bytes
+from alto.executor.profiling.measure import MARGIN, measuring_budget, slot_bytes
 from alto.executor.profiling.meter import capacity_bytes
 from alto.executor.profiling.profile import Profile, find_profile, profile_task
 from alto.executor.profiling.sketch import lengths_of
@@ -46,7 +47,9 @@ def _has_open_limits(task: Task) -> bool:
     return task.gradient_checkpointing == "auto" or any(getattr(task, key) is None for key in _LIMITS)
 
 
-def pack(context: TaskContext, *, on_measuring: Callable[[], None] = lambda: None) -> tuple[Task, TaskPlan | None]:
+def pack(
+    context: TaskContext, *, on_measuring: Callable[[float], None] = lambda _: None
+) -> tuple[Task, TaskPlan | None]:
     """The task with every limit set, and the plan that set them.
 
     On a GPU, where a CPU's memory may not be enough, and where the task has a budget of time, the task is profiled
@@ -55,7 +58,8 @@ def pack(context: TaskContext, *, on_measuring: Callable[[], None] = lambda: Non
 
     Args:
         context: The task.
-        on_measuring: Called before steps are measured, which takes minutes; not called where a profile is cached.
+        on_measuring: Called with the expected seconds of measuring before steps are measured, and again each time they
+            are known better; not called where a profile is cached.
 
     Raises:
         DeviceMemoryError: The task cannot fit; the message states what does.
@@ -96,7 +100,9 @@ def _with_usual_limits(task: Task) -> Task:
     )
 
 
-def plan(context: TaskContext, *, on_measuring: Callable[[], None] = lambda: None, refresh: bool = False) -> TaskPlan:
+def plan(
+    context: TaskContext, *, on_measuring: Callable[[float], None] = lambda _: None, refresh: bool = False
+) -> TaskPlan:
     """What the task takes.
 
     Args:
@@ -118,7 +124,7 @@ def plan(context: TaskContext, *, on_measuring: Callable[[], None] = lambda: Non
         return _plan(context, task.replace(gradient_checkpointing=True), on_measuring, refresh=refresh)
 
 
-def _plan(context: TaskContext, task: Task, on_measuring: Callable[[], None], *, refresh: bool) -> TaskPlan:
+def _plan(context: TaskContext, task: Task, on_measuring: Callable[[float], None], *, refresh: bool) -> TaskPlan:
     jobs, device = context.jobs, context.backbone.device
     profile = _profile(context, task, on_measuring, refresh=refresh)
     bytes_per_slot = slot_bytes(task, context.backbone, [job.shape for job in jobs])
@@ -146,7 +152,7 @@ def _plan(context: TaskContext, task: Task, on_measuring: Callable[[], None], *,
     alone_s = [
         estimate_duration_s([work], profile.throughput, limits, validation_tokens=validation_tokens) for work in works
     ]
-    check_budget(task.search.budget, min(alone_s), context.ranks.size)
+    check_budget(task.search.budget, min(alone_s), context.ranks.size, is_rough=profile.throughput.is_unsteady)
     duration_s = estimate_duration_s(works, profile.throughput, limits, validation_tokens=validation_tokens)
     # In a population a copy trains on in the place of each job that ends.
     rungs = () if task.search.algorithm == "pbt" else context.policy.rungs
@@ -197,11 +203,12 @@ def _usual_tokens(device: torch.device, throughput: Throughput) -> int:
     return min(usual, saturation(throughput.points)) if device.type == "cpu" else usual
 
 
-def check_budget(budget: Budget, shortest_s: float, num_gpus: int) -> None:
+def check_budget(budget: Budget, shortest_s: float, num_gpus: int, *, is_rough: bool = False) -> None:
     """Check that a budget of time or money finishes one job at least.
 
     Args:
         shortest_s: Expected seconds of the job that takes the least, when it trains alone.
+        is_rough: Other programs used the machine while it was measured.
 
     Raises:
         SpecError: It does not; the message states what would do.
@@ -213,9 +220,15 @@ def check_budget(budget: Budget, shortest_s: float, num_gpus: int) -> None:
     if limit_s != budget.duration_s and budget.gpu_hour_price is not None:
         cost = math.ceil(100 * shortest_s / 3600 * num_gpus * budget.gpu_hour_price) / 100
         found, enough = f"cost {budget.cost:g}, which pays for {limit_s:.3g} s", f"cost to {cost:g}"
+    busy = (
+        " Other programs used the machine while this was measured: when it is idle, alto plan --refresh measures again."
+        if is_rough
+        else ""
+    )
     raise SpecError(
         f"search.budget: expected enough to train one configuration to its end, which takes about "
-        f"{math.ceil(shortest_s)} s for the shortest, found {found}. Raise {enough} at least, or train fewer steps."
+        f"{math.ceil(shortest_s)} s for the shortest, found {found}. Raise {enough} at least, or train fewer "
+        f"steps.{busy}"
     )
 
 
@@ -241,21 +254,32 @@ def _with_search(duration_s: float, context: TaskContext) -> float:
     return min(duration_s, search.budget.max_duration_s(context.ranks.size) or math.inf)
 
 
-def _profile(context: TaskContext, task: Task, on_measuring: Callable[[], None], *, refresh: bool) -> Profile:
+def _profile(context: TaskContext, task: Task, on_measuring: Callable[[float], None], *, refresh: bool) -> Profile:
     device, lengths = context.backbone.device, lengths_of(context.data.train)
     found = None if refresh else find_profile(task, lengths, device, num_ranks=context.ranks.size)
     found = context.ranks.broadcast(found, Profile | None)
     if found is not None:
         return found
-    on_measuring()
+    num_rows, max_tokens = len(context.data.train), 2 * USUAL_TOKENS_PER_PASS[device.type]
+    most_jobs = min(len(context.jobs), task.max_slots or len(context.jobs))
+    budget = measuring_budget(
+        task,
+        lengths,
+        num_rows=num_rows,
+        max_tokens=max_tokens,
+        ranks=context.ranks,
+        num_jobs=math.ceil(most_jobs / context.ranks.size),
+    )
+    on_measuring(budget.remaining_s(0, token_s=usual_token_s(context.backbone), spent_s=0.0))
     return profile_task(
         task,
         lengths,
         device,
-        num_rows=len(context.data.train),
-        max_tokens=2 * USUAL_TOKENS_PER_PASS[device.type],
+        num_rows=num_rows,
+        max_tokens=max_tokens,
         backbone=context.backbone,
         ranks=context.ranks,
+        on_progress=on_measuring,
     )
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -93,6 +96,7 @@ def profile_task(
     max_tokens: int,
     backbone: Backbone | None = None,
     ranks: Ranks | None = None,
+    on_progress: Callable[[float], None] = lambda remaining_s: None,
 ) -> Profile:
     """Measure now, and write the profile to the cache.
 
@@ -105,6 +109,7 @@ def profile_task(
         backbone: The base model on a CUDA device, or on one of several ranks. A single rank on a CPU measures in a
             separate process and does not use it.
         ranks: This process among those that measure together.
+        on_progress: Called with the expected seconds until the measurement ends, each time they are known better.
 
     Raises:
         DeviceMemoryError: Not even one row of one job fits, or nothing more than that.
@@ -113,10 +118,12 @@ def profile_task(
     """
     ranks = ranks or Ranks()
     if device.type == "cpu" and ranks.is_alone:
-        measured = _measured_in_child(task, lengths, num_rows=num_rows, max_tokens=max_tokens)
+        measured = _measured_in_child(task, lengths, num_rows=num_rows, max_tokens=max_tokens, on_progress=on_progress)
     else:
         assert backbone is not None
-        measured = measure(task, backbone, lengths, num_rows=num_rows, max_tokens=max_tokens, ranks=ranks)
+        measured = measure(
+            task, backbone, lengths, num_rows=num_rows, max_tokens=max_tokens, ranks=ranks, on_progress=on_progress
+        )
     measured = ranks.broadcast(measured, Measured)
     key = _key(task, lengths, device, ranks.size)
     if ranks.is_first:
@@ -191,7 +198,14 @@ def _has_router_loss(config: JobConfig) -> bool | None:
     return None if config.router_aux_loss_coef is None else config.router_aux_loss_coef > 0
 
 
-def _measured_in_child(task: Task, lengths: Sequence[RowLength], *, num_rows: int, max_tokens: int) -> Measured:
+def _measured_in_child(
+    task: Task,
+    lengths: Sequence[RowLength],
+    *,
+    num_rows: int,
+    max_tokens: int,
+    on_progress: Callable[[float], None],
+) -> Measured:
     if not task.base_model.is_loadable:
         raise UnsupportedError(
             "profile: expected a base model that a name loads, as on a CPU memory is measured in another process, "
@@ -205,29 +219,64 @@ def _measured_in_child(task: Task, lengths: Sequence[RowLength], *, num_rows: in
         "max_tokens": max_tokens,
         "threads": torch.get_num_threads(),
     }
+    code, answer, told = _ask_child(json.dumps(request), on_progress)
     try:
-        child = subprocess.run(
-            [sys.executable, "-m", "alto.executor.profiling.child"],
-            input=json.dumps(request),
-            capture_output=True,
-            text=True,
-            timeout=CHILD_TIMEOUT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise ProfileError(
-            f"profile: expected steps of two sizes within {CHILD_TIMEOUT_S / 60:g} minutes, found that they take "
-            f"longer; {_UNMEASURED}, or try again when the machine is less busy"
-        ) from None
-    answer = child.stdout.strip().splitlines()[-1:]
-    try:
-        found: dict[str, Any] = json.loads(answer[0])
+        found: dict[str, Any] = json.loads(answer)
         if "no_memory" in found:
             raise DeviceMemoryError(found["no_memory"])
         return Measured.from_dict(found)
     except (IndexError, ValueError, KeyError, TypeError) as error:
-        told = child.stderr.strip().splitlines()[-1:] or ["nothing"]
         raise ProfileError(
             f"profile: expected measurements from a process of its own, found that it ended with code "
-            f"{child.returncode} and printed {told[0]!r}; free memory on this machine, or {_UNMEASURED}"
+            f"{code} and printed {told!r}; free memory on this machine, or {_UNMEASURED}"
         ) from error
+
+
+def _ask_child(request: str, on_progress: Callable[[float], None]) -> tuple[int, str, str]:
+    """The exit code of the measuring process, the last line that it wrote, and the last of its errors.
+
+    Raises:
+        ProfileError: It took too long.
+    """
+    answer, is_late = "", threading.Event()
+    with (
+        tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors,
+        subprocess.Popen(
+            [sys.executable, "-m", "alto.executor.profiling.child"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            encoding="utf-8",
+        ) as child,
+    ):
+        assert child.stdin is not None
+        assert child.stdout is not None
+
+        def stop() -> None:
+            is_late.set()
+            child.kill()
+
+        timer = threading.Timer(CHILD_TIMEOUT_S, stop)
+        timer.start()
+        try:
+            with contextlib.suppress(BrokenPipeError):  # it has ended, and its code says why
+                child.stdin.write(request)
+                child.stdin.close()
+            for line in child.stdout:
+                answer = line
+                with contextlib.suppress(ValueError, TypeError):  # a line of a library
+                    if set(told := json.loads(line)) == {"remaining_s"}:
+                        on_progress(float(told["remaining_s"]))
+            code = child.wait()
+        except BaseException:
+            child.kill()
+            raise
+        finally:
+            timer.cancel()
+        if is_late.is_set():
+            raise ProfileError(
+                f"profile: expected steps of two sizes within {CHILD_TIMEOUT_S / 60:g} minutes, found that they take "
+                f"longer; {_UNMEASURED}, or try again when the machine is less busy"
+            )
+        errors.seek(0)
+        return code, answer, (errors.read().strip().splitlines() or ["nothing"])[-1]

@@ -17,10 +17,11 @@ import torch
 from alto.data import IGNORED, EncodedDataset, Span, TaskData
 from alto.records import LabelSet, RowLabel
 
-__all__ = ["RowLength", "SpanLength", "lengths_of", "synthetic_rows"]
+__all__ = ["EVALUATED", "RowLength", "SpanLength", "lengths_of", "synthetic_rows"]
 
 _SKETCHED = 64
-_EVALUATED = 32
+EVALUATED = 32
+"""Rows of an evaluation at most."""
 
 
 class SpanLength(NamedTuple):
@@ -85,7 +86,7 @@ def synthetic_rows(
     stride = _coprime_to(len(lengths))
     rows = [lengths[index * stride % len(lengths)] for index in range(count)]
     train, validation = (
-        _dataset(part, vocabulary, generator, is_labelled, labels) for part in (rows, rows[:_EVALUATED])
+        _dataset(part, vocabulary, generator, is_labelled, labels) for part in (rows, rows[:EVALUATED])
     )
     return TaskData(train=train, validation=validation)
 

@@ -178,6 +178,7 @@ class QueuedTask:
         duration_s: Estimated seconds, early exit included.
         priority: Higher goes first.
         tenant: Whose task it is; empty where no tenant was named.
+        is_unmeasured: It is measured next: ``duration_s`` is a guess until then.
     """
 
     task: str
@@ -185,3 +186,4 @@ class QueuedTask:
     duration_s: float
     priority: int = field(metadata=wire(if_absent=0))
     tenant: str = field(metadata=wire(if_absent=""))
+    is_unmeasured: bool = False

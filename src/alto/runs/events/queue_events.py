@@ -210,21 +210,29 @@ class QueueCompleted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuringBegun:
-    """Before a task is trained or planned: steps of it are being measured, as no measurement is cached. Only observers
-    receive it; it is not in a journal.
+    """Before a task is trained or planned: steps of it are being measured, as no measurement is cached. It is in the
+    journal of a queue that measures its tasks before it schedules them; elsewhere only observers receive it.
 
     Attributes:
         task: Name of the task.
         model: Its base model.
+        remaining_s: Expected seconds until it is measured; the event comes again each time they are known better. None
+            while they are not known.
+        is_update: Whether the same measurement was announced before.
+        kept_in: Folder of the machine on which the measurement is kept for later runs; empty while it is not known.
     """
 
     task: str
     model: str
+    remaining_s: float | None = None
+    is_update: bool = False
+    kept_in: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskMeasured:
-    """Before the queue begins: the estimated duration of a task. Only observers receive it; it is not in a journal.
+    """Before the first schedule of a queue: the estimated duration of a task. Where no queue runs, as in ``alto
+    plan``, only observers receive it.
 
     Attributes:
         task: Name of the task.

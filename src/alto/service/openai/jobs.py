@@ -83,7 +83,8 @@ class JobRequest(BaseModel):
         """
         if self.kind not in METHODS:
             raise refused(
-                f"method.type: expected {' or '.join(METHODS)}, found {self.kind[:50]!r}; this service has no graders",
+                f"method.type: expected {' or '.join(METHODS)}, found {self.kind[:50]!r}; graders are for "
+                "select_by among the hyperparameters of these",
                 "method",
                 "unsupported_method",
             )

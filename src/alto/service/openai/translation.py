@@ -13,6 +13,7 @@ from typing import Any
 from alto.errors import SpecError, UnsupportedError
 from alto.service.errors import ApiError, refused
 from alto.service.openai.faults import param_of, worded
+from alto.service.openai.graders import select_by_of
 from alto.service.openai.module_names import check_module_names
 from alto.spec import Task
 from alto.spec.auto_space import usual_learning_rate
@@ -54,6 +55,8 @@ ALLOWED_TASK_KEYS = frozenset(
         "max_length",
         "train_on",
         "metric",
+        "select_by",
+        "num_finalists",
         "on_bad_row",
     }
 )
@@ -149,7 +152,7 @@ def task_values(method: str, hyperparameters: Mapping[str, Any], *, seed: int | 
             value = _rates(value)
         elif name in TASK_FIELDS:
             _check_allowed(key, name, value)
-            values[name] = value
+            values[name] = select_by_of(value) if name == "select_by" else value
             continue
         elif name in _REFUSED_JOB_KEYS:
             raise _not_allowed(key)

@@ -1,10 +1,14 @@
-"""Parts of OpenAI's API that this service refuses, each with its reason."""
+"""Parts of OpenAI's API that this service refuses, each with its reason, or has no use for but to check a request."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from fastapi import APIRouter
+from pydantic import BaseModel
 
 from alto.service.errors import ApiError, refused
+from alto.service.openai.graders import check_grader
 from alto.service.web.access import Reader
 from alto.service.web.bodies import BodyRoute
 
@@ -40,11 +44,23 @@ def _not_shared() -> ApiError:
     )
 
 
+class _GraderRequest(BaseModel):
+    grader: dict[str, Any]
+
+
+@router.post("/alpha/graders/validate")
+def validate_grader(caller: Reader, body: _GraderRequest) -> dict[str, Any]:
+    """Check a grader, as select_by of a job may be one."""
+    check_grader(body.grader)
+    return {"grader": body.grader}
+
+
 @router.post("/alpha/graders/{action}")
 def graders(caller: Reader, action: str) -> None:
-    """Graders of reinforcement fine-tuning."""
+    """Run a grader by itself."""
     raise refused(
-        "grader: expected a supervised or dpo job, found a request for a grader, which this service does not run",
+        "grader: expected one that is validated, or select_by of a job, found a request to run one; name it as "
+        "select_by among the hyperparameters of a job",
         "grader",
         "unsupported",
     )

@@ -1,0 +1,111 @@
+"""How long a measurement takes, and how long it may."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+
+from alto.backbone import Backbone
+from alto.executor.profiling.sketch import RowLength
+from alto.spec import Task
+
+__all__ = ["LEAST_TIMED_S", "LEAST_TIMES", "MOST_TIMES", "MeasuringBudget", "usual_token_s"]
+
+LEAST_TIMES, MOST_TIMES = 3, 16
+LEAST_TIMED_S = 2.0
+"""Short steps are repeated for this long, for a stable duration."""
+
+NUM_SIZES = 2
+"""Sizes of steps that are measured whatever they take: both models need them."""
+
+_LEAST_BUDGET_S = 60.0
+_BUDGET_SHARE = 0.02
+
+_FLOPS_PER_TOKEN = 6
+"""Of a parameter in a training step: 2 forward, 4 backward at most."""
+
+_USUAL_FLOPS = {"cpu": 2e10, "cuda": 5e13}
+"""Of one core, and of a GPU: a guess, used only until a step has been measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuringBudget:
+    """The steps that are to be measured, and the time that they may take: the larger of a minute and a fiftieth of the
+    estimated duration of the task.
+
+    Attributes:
+        sizes: Expected tokens of the steps, in the order in which they are measured.
+        task_tokens: Tokens that all jobs of the task train.
+        eval_tokens: Tokens of the evaluation that is measured last.
+    """
+
+    sizes: tuple[int, ...]
+    task_tokens: float
+    eval_tokens: int
+
+    @classmethod
+    def of(
+        cls,
+        task: Task,
+        lengths: Sequence[RowLength],
+        *,
+        rows_of_sizes: Sequence[int],
+        max_tokens: int,
+        num_rows: int,
+        num_evaluated: int,
+    ) -> Self:
+        """The budget of a task.
+
+        Args:
+            lengths: Lengths of its rows.
+            rows_of_sizes: Rows of each step that may be measured.
+            max_tokens: Largest number of tokens of a step after the first two.
+            num_rows: Number of rows of the training split.
+            num_evaluated: Rows of the evaluation.
+        """
+        mean = statistics.fmean(length.num_tokens for length in lengths)
+        samples = sum(job.config.samples_after(job.config.total_steps(num_rows), num_rows) for job in task.jobs)
+        sizes = [round(rows * mean) for rows in rows_of_sizes]
+        return cls(
+            sizes=tuple(size for index, size in enumerate(sizes) if index < NUM_SIZES or size <= max_tokens),
+            task_tokens=samples * mean,
+            eval_tokens=round(num_evaluated * mean),
+        )
+
+    def allows(self, num_tokens: int, *, token_s: float, spent_s: float) -> bool:
+        """Whether steps of ``num_tokens`` can be measured too, after ``spent_s`` seconds, where a token takes
+        ``token_s``."""
+        budget_s = max(_LEAST_BUDGET_S, _BUDGET_SHARE * self.task_tokens * token_s)
+        return spent_s + (1 + LEAST_TIMES) * num_tokens * token_s <= budget_s
+
+    def remaining_s(self, num_measured: int, *, token_s: float, spent_s: float) -> float:
+        """Expected seconds until the measurement ends.
+
+        Args:
+            num_measured: How many sizes have been measured.
+            token_s: Seconds per token of a step.
+            spent_s: Seconds so far.
+        """
+        left_s = 0.0
+        for index, size in enumerate(self.sizes[num_measured:], start=num_measured):
+            if index >= NUM_SIZES and not self.allows(size, token_s=token_s, spent_s=spent_s + left_s):
+                break
+            left_s += _timed_s(size * token_s)
+        return left_s + _timed_s(self.eval_tokens * token_s / 3)  # without its backward pass
+
+
+def usual_token_s(backbone: Backbone) -> float:
+    """Seconds per token of a step on such a device: a guess from the number of parameters, before any is measured."""
+    num_parameters = sum(parameter.numel() for parameter in backbone.model.parameters())
+    device = backbone.device.type
+    num_cores = torch.get_num_threads() if device == "cpu" else 1
+    return _FLOPS_PER_TOKEN * num_parameters / (_USUAL_FLOPS[device] * num_cores)
+
+
+def _timed_s(step_s: float) -> float:
+    """Seconds of a step that is repeated, and of the first one, which does not count."""
+    return step_s + max(LEAST_TIMES * step_s, min(LEAST_TIMED_S, MOST_TIMES * step_s))
