@@ -219,12 +219,8 @@ def _print_labels(console: Console, adapter: AdapterEvaluation, *, is_named: boo
     table.add_column("F1", justify="right")
     for name, score in found.label_f1.items():
         counts = (found.confusion or {}).get(name, {})
-        table.add_row(Text(name), *(str(counts.get(other, 0)) for other in shown), "–" if score is None else f"{score:.4f}")
+        table.add_row(Text(name), *(str(counts.get(other, 0)) for other in shown), _show(score) or "–")
     console.print(table)
-
-
-def _show_loss(found: Evaluation) -> str:
-    return "" if found.loss is None or found.mse is not None else f"{found.loss:.4f}"
 
 
 def _show_score(found: Evaluation) -> str:
@@ -235,25 +231,17 @@ def _show_score(found: Evaluation) -> str:
     return f"{found.score:.1%} ({found.num_correct} of {found.num_rows})"
 
 
-def _show_accuracy(found: Evaluation) -> str:
-    return "" if found.reward_accuracy is None else f"{found.reward_accuracy:.1%}"
-
-
-def _show(number: float | None) -> str:
-    return "" if number is None else f"{number:.4f}"
-
-
-def _show_margin(found: Evaluation) -> str:
-    return _show(found.reward_margin)
+def _show(number: float | None, form: str = ".4f") -> str:
+    return "" if number is None else format(number, form)
 
 
 _COLUMNS: tuple[tuple[str, Callable[[Evaluation], str]], ...] = (
-    ("loss", _show_loss),
+    ("loss", lambda found: _show(found.loss)),
     ("score", _show_score),
-    ("reward accuracy", _show_accuracy),
-    ("reward margin", _show_margin),
-    ("accuracy", lambda found: "" if found.accuracy is None else f"{found.accuracy:.1%}"),
+    ("reward accuracy", lambda found: _show(found.reward_accuracy, ".1%")),
+    ("reward margin", lambda found: _show(found.reward_margin)),
+    ("accuracy", lambda found: _show(found.accuracy, ".1%")),
     ("macro F1", lambda found: _show(found.macro_f1)),
-    ("MSE", lambda found: "" if found.mse is None else f"{found.mse:.6g}"),
-    ("Spearman's rho", lambda found: _show(found.spearman)),
+    ("MSE", lambda found: _show(found.mse, ".6g")),
+    ("Spearman's rho", lambda found: "" if found.mse is None else _show(found.spearman) or "–"),
 )

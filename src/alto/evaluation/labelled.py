@@ -53,8 +53,7 @@ def head_logits(
 
 
 def label_metrics(logits_QK: Tensor, dataset: EncodedDataset) -> Mapping[str, Any]:
-    """What is measured of texts with labels: the fields of :class:`alto.records.Evaluation` from ``loss`` on that
-    their kind of label has.
+    """Compare predictions with labels: the fields of :class:`alto.records.Evaluation` that this kind of label has.
 
     Args:
         logits_QK: The head's outputs.
@@ -65,8 +64,7 @@ def label_metrics(logits_QK: Tensor, dataset: EncodedDataset) -> Mapping[str, An
     labels = dataset.label_set
     actual = torch.tensor(dataset.classes, dtype=torch.float64)
     if labels.problem_type == "regression":
-        mse = float(F.mse_loss(logits_QK, actual))
-        return {"loss": mse, "mse": mse, "spearman": _spearman(logits_QK, actual)}
+        return {"loss": None, "mse": float(F.mse_loss(logits_QK, actual)), "spearman": _spearman(logits_QK, actual)}
     if labels.problem_type == "multi_label_classification":
         loss = F.binary_cross_entropy_with_logits(logits_QK, actual)
         return {"loss": float(loss), **_agreement(logits_QK > 0, actual > 0, labels)}

@@ -255,7 +255,7 @@ class _Bench:
             with loaded_adapters(backbone, self._slots([*self.names, BASE]), self._base.id) as served:
                 preferences = self._preferences(backbone, served, dataset, max_tokens_per_pass)
         of_labels: Sequence[Mapping[str, Any]] = ()
-        if dataset is not None and "labels" in measured:
+        if dataset is not None and rows.labels is not None:
             check_classifier(backbone, rows.labels)
             with loaded_adapters(backbone, self._slots(self.names), self._base.id) as served:
                 logits = head_logits(

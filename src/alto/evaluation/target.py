@@ -150,9 +150,7 @@ def _method_of(labels: LabelSet) -> str:
     return "regression" if labels.problem_type == "regression" else "classification"
 
 
-def _common_labels(
-    adapters: Mapping[str, SavedAdapter], of_runs: Mapping[str, LabelSet | None]
-) -> LabelSet | None:
+def _common_labels(adapters: Mapping[str, SavedAdapter], of_runs: Mapping[str, LabelSet | None]) -> LabelSet | None:
     """The labels of the heads of all adapters; None where none has a head.
 
     Args:
@@ -174,7 +172,9 @@ def _common_labels(
         )
     found = {adapter.folder: _labels_of(adapter, of_runs) for adapter in with_head}
     if len(set(found.values())) > 1:
-        named = "; ".join(f"{folder}: {labels.problem_type}, {listed(labels.names)}" for folder, labels in found.items())
+        named = "; ".join(
+            f"{folder}: {labels.problem_type}, {listed(labels.names)}" for folder, labels in found.items()
+        )
         raise SpecError(
             f"targets: expected adapters whose heads have the same labels, found {named}; evaluate them by themselves"
         )

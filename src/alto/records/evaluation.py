@@ -44,7 +44,7 @@ class Evaluation:
     Attributes:
         dataset: The rows, as the user or the task names them.
         num_rows: How many of them were used.
-        loss: Nats per trained token; of a classifier per row; of a regressor the mean squared error.
+        loss: Nats per trained token, of a classifier per row; None of a regressor, which has ``mse``.
         exact_match: Share of the rows, in [0, 1], whose final answer was right: ``score`` of that scorer.
         num_correct: How many answers were right; None of scorers that give any number.
         reward_accuracy: Share of the pairs, in [0, 1], whose chosen reply has the larger log-ratio to the base.
