@@ -36,7 +36,7 @@ class HeldoutRows:
         rows: The rows.
         max_length: Tokens at which a row is cut.
         train_on: Tokens that the loss is of.
-        labels: Labels of texts; None of other rows.
+        labels: Labels of the task; None where it has none.
     """
 
     name: str
@@ -294,7 +294,7 @@ def _own_heldout_rows(task: Task) -> HeldoutRows:
         rows=_wanted(rows),
         max_length=own.max_length,
         train_on=task.train_on,
-        labels=None if own.labels is None else own.labels.labels,
+        labels=task.label_set,
     )
 
 

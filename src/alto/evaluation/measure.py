@@ -38,6 +38,16 @@ __all__ = ["OnProgress", "measure"]
 _DECIDING = ("scorer", "keys", "pattern", "tolerance", "ignore_case", "function")
 """Settings of a scorer that decide its scores."""
 
+_NOT_OF_HEADS = {
+    "metric": "what it predicts is always measured",
+    "baseline": "the base model alone has no head",
+    "backend": "they generate no answers",
+    "predictions": "they generate no answers",
+    "batch_size": "they generate no answers",
+    "max_new_tokens": "they generate no answers",
+}
+"""Settings that adapters with a classification head have no use for, and why."""
+
 OnProgress = Callable[[str, int, int], None]
 """Called with the name of the measurement, its finished rows and all its rows; a row counts once per adapter."""
 
@@ -337,27 +347,18 @@ class _Bench:
 
 
 def _check_of_heads(settings: EvaluationSettings) -> None:
-    """Check that nothing is asked for that adapters with a classification head do not have.
+    """Check that nothing is set that adapters with a classification head have no use for.
 
     Raises:
         SpecError: Something is.
     """
     defaults = EvaluationSettings()
-    no_texts = "found adapters with a classification head, which generate no texts; leave it out"
-    if settings.metric != "auto":
-        named = settings.metric if isinstance(settings.metric, str) else "a scorer of answers"
-        raise SpecError(
-            f"metric: expected auto for adapters with a classification head, which are measured by what it predicts, "
-            f"found {named}; leave it out"
-        )
-    for name in ("backend", "predictions", "max_new_tokens", "batch_size"):
+    for name, why in _NOT_OF_HEADS.items():
         if getattr(settings, name) != getattr(defaults, name):
-            raise SpecError(f"{name}: expected adapters that generate answers, {no_texts}")
-    if settings.baseline:
-        raise SpecError(
-            "baseline: expected none for adapters with a classification head, found that it is asked for: the base "
-            "model alone has no head; leave it out"
-        )
+            raise SpecError(
+                f"{name}: expected none for adapters with a classification head ({why}), found that it is set; leave "
+                "it out"
+            )
 
 
 def _check_scorable(conversations: Sequence[Conversation], scoring: Scoring, tokenizer: Any) -> None:

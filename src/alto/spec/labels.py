@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from alto.errors import ConflictingKeysError, RunError, SpecError, UnsupportedError
-from alto.records import LabelSet
+from alto.records import LabelSet, ProblemType
+from alto.spec.data_forms import label_names
 from alto.spec.data_keys import DataKeys
 from alto.spec.keys import TASK_ALIASES
 from alto.spec.method import Method, find_method
@@ -111,8 +112,9 @@ def labels_beside(adapter: Path) -> LabelSet | None:
         return None
     try:
         described = read_json(file)
-        names = tuple(described["id2label"][str(index)] for index in range(len(described["id2label"])))
-        return LabelSet(problem_type=described["problem_type"], names=names)
+        if described["problem_type"] not in get_args(ProblemType):
+            raise ValueError(f"problem_type {quoted(described['problem_type'])}")
+        return LabelSet(problem_type=described["problem_type"], names=label_names(described["id2label"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunError(
             f"{file}: expected problem_type and id2label of a classification head, found: {type(error).__name__} "
