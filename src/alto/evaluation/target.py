@@ -187,10 +187,11 @@ def _labels_of(adapter: SavedAdapter, of_runs: Mapping[str, LabelSet | None]) ->
     labels = next(inside, None) or labels_beside(adapter.folder)
     count = len(adapter.weights.extras[HEAD])
     if labels is None or labels.num_labels != count:
-        expected = f"{LABELS_NAME} beside {adapter.folder}, with the name of every of its head's {count} outputs"
+        found = "none" if labels is None else f"{labels.num_labels} names"
         raise SpecError(
-            f"labels: expected {expected}, found {'none' if labels is None else f'{labels.num_labels} names'}; write "
-            'it there, such as {"problem_type": "single_label_classification", "id2label": {"0": "no", "1": "yes"}}'
+            f"labels: expected names for all {count} outputs of the head in {adapter.folder / LABELS_NAME}, found "
+            f"{found}; write them there, such as "
+            '{"problem_type": "single_label_classification", "id2label": {"0": "no", "1": "yes"}}'
         )
     return labels
 
