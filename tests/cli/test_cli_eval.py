@@ -144,6 +144,54 @@ def test_an_adapter_alone_is_measured_on_named_rows(run: Path, tmp_path: Path) -
     assert (entry["dataset"], entry["num_rows"], entry["exact_match"]) == (str(rows), 3, None)
 
 
+def labelled_run(folder: Path, labels: list[Any], method: str) -> Path:
+    """A finished run of one job on texts with ``labels``."""
+    rows = [{"text": f"Film {n} was {label}.", "label": label} for n in range(8) for label in labels]
+    file = folder / "texts.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    task = alto.Task(
+        **{"model": "alto-tiny", "dataset": str(file), "validation_split": 0.25, "method": method},
+        **{"max_steps": 6, "batch_size": 8, "learning_rate": 5e-3},
+    )
+    return Path(alto.Engine(output_dir=folder / "runs").tune(task).run_dir)
+
+
+@pytest.mark.parametrize("num_labels", [3, 13])
+def test_a_classifier_has_accuracy_f1_and_a_table_of_its_confusions(num_labels: int, tmp_path: Path) -> None:
+    names = ["[b]dull[/b]", "fair", "warm", *(f"kind {n}" for n in range(num_labels - 3))]
+    run = labelled_run(tmp_path, names, "classification")
+    done = invoke(run, "--dataset", tmp_path / "texts.jsonl")
+    assert done.exit_code == 0, done.output
+    (found,) = evaluations(run / "best")
+    lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in done.stdout.splitlines() if "│" in line]
+    assert lines[0] == ["best", f"{found['loss']:.4f}", f"{found['accuracy']:.1%}", f"{found['macro_f1']:.4f}"]
+    shown = sorted(names) if num_labels == 3 else []
+    for (name, *counts, score), expected in zip(lines[1:], sorted(names), strict=True):
+        assert name == expected
+        assert counts == [str(found["confusion"][name].get(other, 0)) for other in shown]
+        assert score == ("–" if found["label_f1"][name] is None else f"{found['label_f1'][name]:.4f}")
+    assert sum(count for row in found["confusion"].values() for count in row.values()) == 8 * num_labels
+    page = (run / "report.html").read_text(encoding="utf-8")
+    assert '<th scope="col" class="number">Macro F1</th>' in page
+    assert f'<td class="number">{found["macro_f1"]:.4g}</td>' in page
+    assert "Spearman" not in page
+
+
+@pytest.mark.parametrize("is_constant", [False, True])
+def test_a_regressor_has_its_squared_error_and_rank_correlation(is_constant: bool, tmp_path: Path) -> None:
+    run = labelled_run(tmp_path, [0.5, 0.5] if is_constant else [0.0, 1.0, 2.5], "regression")
+    done = invoke(run)
+    assert done.exit_code == 0, done.output
+    (found,) = evaluations(run / "best")
+    assert (found["spearman"] is None) == is_constant
+    rho = "–" if is_constant else f"{found['spearman']:.4f}"
+    (cells,) = [[cell.strip() for cell in line.split("│")[1:-1]] for line in done.stdout.splitlines() if "│" in line]
+    assert cells == ["best", f"{found['mse']:.6g}", rho]
+    asked = json.loads(invoke(run, "--json").stdout, parse_constant=lambda found: pytest.fail(f"{found} is not JSON"))
+    assert asked["adapters"][0]["evaluation"]["mse"] == found["mse"]
+    assert f'<td class="number">{found["mse"]:.4g}</td>' in (run / "report.html").read_text(encoding="utf-8")
+
+
 def test_json_is_strict_json_and_nothing_else(run: Path) -> None:
     done = invoke(run, "--json", "--limit", "2", "--baseline", *FAST)
     assert done.exit_code == 0, done.output

@@ -47,6 +47,12 @@ def test_the_file_is_made_where_there_is_none(tmp_path: Path) -> None:
                 "reward_margin": None,
                 "scorer": None,
                 "score": None,
+                "accuracy": None,
+                "macro_f1": None,
+                "label_f1": None,
+                "confusion": None,
+                "mse": None,
+                "spearman": None,
             }
         ]
     }

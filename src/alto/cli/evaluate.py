@@ -21,9 +21,12 @@ from alto.cli.options import TrustRemoteCode
 from alto.cli.output import print_json
 from alto.cli.paths import reachable, run_to_evaluate
 from alto.errors import RunWriteError
-from alto.records import Evaluation, EvaluationResult, GenerationBackend, Metric, Prediction
+from alto.records import AdapterEvaluation, Evaluation, EvaluationResult, GenerationBackend, Metric, Prediction
 
 __all__ = ["evaluate"]
+
+_MAX_LABELS = 12
+"""Most labels whose confusions fit into a table; those of more are in the JSON alone."""
 
 
 def _all_reachable(paths: list[Path] | None) -> list[Path] | None:
@@ -111,6 +114,8 @@ def evaluate(
     first = result.adapters[0]
     console.print(Text(f"{first.evaluation.dataset}, {first.evaluation.num_rows} rows"), soft_wrap=True)
     console.print(_table(result))
+    for found in result.adapters:
+        _print_labels(console, found, is_named=len(result.adapters) > 1)
     if len(result.adapters) == 1:
         where = str(Path(first.adapter_dir) / "metrics.json")
     else:
@@ -200,8 +205,22 @@ def _table(result: EvaluationResult) -> Table:
     return table
 
 
-def _show_loss(found: Evaluation) -> str:
-    return "" if found.loss is None else f"{found.loss:.4f}"
+def _print_labels(console: Console, adapter: AdapterEvaluation, *, is_named: bool) -> None:
+    """Print what a classifier gets wrong: how often it predicts which label, and how well it finds each."""
+    found = adapter.evaluation
+    if found.label_f1 is None:
+        return
+    names = list(found.label_f1)
+    shown = [] if found.confusion is None or len(names) > _MAX_LABELS else names
+    table = Table(title=Text(adapter.name) if is_named else None, title_justify="left")
+    table.add_column("label" if not shown else "label \\ predicted")
+    for name in shown:
+        table.add_column(Text(name), justify="right")
+    table.add_column("F1", justify="right")
+    for name, score in found.label_f1.items():
+        counts = (found.confusion or {}).get(name, {})
+        table.add_row(Text(name), *(str(counts.get(other, 0)) for other in shown), _show(score) or "–")
+    console.print(table)
 
 
 def _show_score(found: Evaluation) -> str:
@@ -212,17 +231,17 @@ def _show_score(found: Evaluation) -> str:
     return f"{found.score:.1%} ({found.num_correct} of {found.num_rows})"
 
 
-def _show_accuracy(found: Evaluation) -> str:
-    return "" if found.reward_accuracy is None else f"{found.reward_accuracy:.1%}"
-
-
-def _show_margin(found: Evaluation) -> str:
-    return "" if found.reward_margin is None else f"{found.reward_margin:.4f}"
+def _show(number: float | None, form: str = ".4f") -> str:
+    return "" if number is None else format(number, form)
 
 
 _COLUMNS: tuple[tuple[str, Callable[[Evaluation], str]], ...] = (
-    ("loss", _show_loss),
+    ("loss", lambda found: _show(found.loss)),
     ("score", _show_score),
-    ("reward accuracy", _show_accuracy),
-    ("reward margin", _show_margin),
+    ("reward accuracy", lambda found: _show(found.reward_accuracy, ".1%")),
+    ("reward margin", lambda found: _show(found.reward_margin)),
+    ("accuracy", lambda found: _show(found.accuracy, ".1%")),
+    ("macro F1", lambda found: _show(found.macro_f1)),
+    ("MSE", lambda found: _show(found.mse, ".6g")),
+    ("Spearman's rho", lambda found: "" if found.mse is None else _show(found.spearman) or "–"),
 )

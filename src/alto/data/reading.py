@@ -16,6 +16,7 @@ from alto.data.source import Source, open_source
 from alto.data.split import sample_rows, split_rows
 from alto.data.task_rows import TaskRows
 from alto.errors import DataError, DataFormatError
+from alto.records import LabelSet
 from alto.spec import Task, TrainOn
 from alto.spec.data_keys import DataKeys
 from alto.spec.method import find_method, learns_from_pairs
@@ -35,12 +36,14 @@ class HeldoutRows:
         rows: The rows.
         max_length: Tokens at which a row is cut.
         train_on: Tokens that the loss is of.
+        labels: Labels of the task; None where it has none.
     """
 
     name: str
     rows: Sequence[Row]
     max_length: int
     train_on: TrainOn = "completion"
+    labels: LabelSet | None = None
 
 
 class TaskSources:
@@ -271,6 +274,7 @@ def read_heldout_rows(task: Task, dataset: str | None) -> HeldoutRows:
         rows=_wanted(_learned(found.rows, task.method)),
         max_length=task.max_length or source.max_length,
         train_on=task.train_on,
+        labels=task.label_set,
     )
 
 
@@ -285,7 +289,13 @@ def _own_heldout_rows(task: Task) -> HeldoutRows:
             "dataset: expected rows that were not trained, found a refit, which has trained the validation rows too; "
             "name others with --dataset"
         )
-    return HeldoutRows(name=name, rows=_wanted(rows), max_length=own.max_length, train_on=task.train_on)
+    return HeldoutRows(
+        name=name,
+        rows=_wanted(rows),
+        max_length=own.max_length,
+        train_on=task.train_on,
+        labels=task.label_set,
+    )
 
 
 def _check_same_labels(parts: Sequence[TaskRows]) -> None:

@@ -278,7 +278,7 @@ class Engine:
             UntrustedCodeError: The task of a run asks for that code, and it is not allowed.
             RunNotFoundError: There is no such adapter.
             UnsupportedError: One is more than plain LoRA; or vLLM is requested, and cannot serve.
-            SpecError: The adapters have several bases, or a setting is out of its domain.
+            SpecError: The adapters have several bases, or heads of several kinds; or a setting is out of its domain.
             DataError: There are no rows, or they do not carry what the metric needs.
             ModelError: The base model cannot be used, or an adapter does not fit it.
             RunChangedError: It is another one than a run was trained on, and was not named as ``base``.

@@ -7,16 +7,14 @@ from pathlib import Path
 
 from alto.data import read_task_rows
 from alto.engine.existing_runs import check_trained_on
-from alto.errors import RunError, RunNotFoundError, SpecError
+from alto.errors import RunNotFoundError, SpecError
 from alto.evaluation import adapter_folder, best_of_jobs, chat_template_beside
-from alto.export.adapter import LABELS_NAME
 from alto.exporting import Rows, Winner
 from alto.lora import SavedAdapter, read_saved_adapter
-from alto.records import LabelSet
 from alto.runs import RunDir, load_run_task, read_history
 from alto.spec import BaseModelSpec, Task
 from alto.spec.data_keys import default_name
-from alto.spec.outside import read_json
+from alto.spec.labels import labels_beside
 
 __all__ = ["find_winner"]
 
@@ -90,21 +88,5 @@ def _of_folder(adapter: SavedAdapter, *, base: str | None, trust_remote_code: bo
         adapter=adapter,
         base=BaseModelSpec(id=model, trust_remote_code=trust_remote_code, chat_template=template),
         is_base_named=base is not None,
-        labels=_labels_beside(adapter.folder) if adapter.has_head else None,
+        labels=labels_beside(adapter.folder) if adapter.has_head else None,
     )
-
-
-def _labels_beside(folder: Path) -> LabelSet | None:
-    """The labels beside an adapter; None where there are none."""
-    file = folder / LABELS_NAME
-    if not file.is_file():
-        return None
-    try:
-        described = read_json(file)
-        names = tuple(described["id2label"][str(index)] for index in range(len(described["id2label"])))
-        return LabelSet(problem_type=described["problem_type"], names=names)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RunError(
-            f"{file}: expected problem_type and id2label of a classification head, found: {type(error).__name__} "
-            f"({error}); export the adapter again"
-        ) from error

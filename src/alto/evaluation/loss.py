@@ -15,7 +15,7 @@ from alto.lora import ServedAdapters
 from alto.objectives import token_losses
 from alto.objectives.sums import run_sums
 
-__all__ = ["heldout_losses", "reply_log_probs", "sequence_log_probs"]
+__all__ = ["check_finite", "heldout_losses", "micro_batches", "reply_log_probs", "sequence_log_probs"]
 
 
 def heldout_losses(
@@ -41,11 +41,11 @@ def heldout_losses(
         NoResultError: A loss is not a finite number.
     """
     totals = [0.0] * len(served)
-    for batch, losses_S in _micro_batches(backbone, served, dataset, max_tokens_per_pass, on_done):
+    for batch, losses_S in micro_batches(backbone, served, dataset, max_tokens_per_pass, on_done):
         for slot, total in zip(batch.slots, run_sums(losses_S, batch.job_targets).tolist(), strict=True):
             totals[slot] += total
     losses = [total / dataset.num_trained_tokens for total in totals]
-    _check_finite(dict(zip(names, losses, strict=True)))
+    check_finite(dict(zip(names, losses, strict=True)))
     return losses
 
 
@@ -83,24 +83,26 @@ def sequence_log_probs(
     Arguments and errors as :func:`heldout_losses`.
     """
     parts: list[list[Tensor]] = [[] for _ in range(len(served))]
-    for batch, losses_S in _micro_batches(backbone, served, dataset, max_tokens_per_pass, on_done):
+    for batch, losses_S in micro_batches(backbone, served, dataset, max_tokens_per_pass, on_done):
         of_sequences = -run_sums(losses_S, batch.sequence_targets)
         for slot, of_slot in zip(batch.slots, of_sequences.split(batch.job_sequences), strict=True):
             parts[slot].append(of_slot)
     log_probs = [torch.cat(of_slot) for of_slot in parts]
-    _check_finite({name: float(of_slot.sum()) for name, of_slot in zip(names, log_probs, strict=True)})
+    check_finite({name: float(of_slot.sum()) for name, of_slot in zip(names, log_probs, strict=True)})
     return log_probs
 
 
 @torch.no_grad()
-def _micro_batches(
+def micro_batches(
     backbone: Backbone,
     served: ServedAdapters,
     dataset: EncodedDataset,
     max_tokens_per_pass: int,
     on_done: Callable[[int], None],
+    compute: Callable[[Backbone, TokenBatch], Tensor] = token_losses,
 ) -> Iterator[tuple[TokenBatch, Tensor]]:
-    """Every row under every adapter, one micro-batch at a time: its tokens, and the loss of each trained token."""
+    """Every row under every adapter, one micro-batch at a time: its tokens, and what ``compute`` finds for each trained
+    token."""
     everything = [JobRows(dataset, slot, tuple(range(len(dataset)))) for slot in range(len(served))]
     for jobs in split_into_micro_batches(
         everything, max_tokens_per_pass, split_jobs=True, is_padded=backbone.is_padded
@@ -108,12 +110,17 @@ def _micro_batches(
         batch = collate(jobs, backbone.device)
         counts = dict(zip(batch.slots, batch.job_tokens, strict=True))
         with served.use(served.schedule([counts.get(slot, 0) for slot in range(len(served))])):
-            losses_S = token_losses(backbone, batch)
-        yield batch, losses_S
+            found_S = compute(backbone, batch)
+        yield batch, found_S
         on_done(sum(batch.job_rows))
 
 
-def _check_finite(values: Mapping[str, float]) -> None:
+def check_finite(values: Mapping[str, float]) -> None:
+    """Check the loss of every adapter, by name.
+
+    Raises:
+        NoResultError: One is not a finite number.
+    """
     broken = [name for name, value in values.items() if not math.isfinite(value)]
     if broken:
         raise NoResultError(

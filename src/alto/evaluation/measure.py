@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
-from alto.backbone import Backbone, is_out_of_memory, limits_of, load_backbone, load_tokenizer
+from alto.backbone import Backbone, check_classifier, is_out_of_memory, limits_of, load_backbone, load_tokenizer
 from alto.data import Conversation, EncodedDataset, HeldoutRows, LabelledText, Pair, Row, encode_rows
 from alto.errors import DataError, DeviceMemoryError, NoResultError, SpecError
 from alto.evaluation.adapter import loaded_adapters
 from alto.evaluation.choices import Choices, options_of
 from alto.evaluation.generate import check_prompts, complete, max_positions
+from alto.evaluation.labelled import head_logits, label_metrics
 from alto.evaluation.loss import heldout_losses, reply_log_probs
 from alto.evaluation.matching import matching_of
 from alto.evaluation.predictions import predictions_of
@@ -26,7 +27,7 @@ from alto.evaluation.scoring import check_references, needed_of, scorable, score
 from alto.evaluation.settings import EvaluationSettings
 from alto.evaluation.target import BASE
 from alto.evaluation.vllm import complete_with_vllm
-from alto.lora import SavedAdapter, ServedAdapters
+from alto.lora import HEAD, SavedAdapter, ServedAdapters
 from alto.objectives.pairs import preference_metrics
 from alto.records import AdapterEvaluation, Evaluation, EvaluationResult
 from alto.spec import BaseModelSpec, Scoring
@@ -36,6 +37,16 @@ __all__ = ["OnProgress", "measure"]
 
 _DECIDING = ("scorer", "keys", "pattern", "tolerance", "ignore_case", "function")
 """Settings of a scorer that decide its scores."""
+
+_NOT_OF_HEADS = {
+    "metric": "what it predicts is always measured",
+    "baseline": "the base model alone has no head",
+    "backend": "they generate no answers",
+    "predictions": "they generate no answers",
+    "batch_size": "they generate no answers",
+    "max_new_tokens": "they generate no answers",
+}
+"""Settings that adapters with a classification head have no use for, and why."""
 
 OnProgress = Callable[[str, int, int], None]
 """Called with the name of the measurement, its finished rows and all its rows; a row counts once per adapter."""
@@ -68,7 +79,7 @@ def measure(
 
     Raises:
         DataError: There are no rows, or they do not carry what the metric needs.
-        SpecError: The settings ask for a metric that such rows do not have.
+        SpecError: The settings ask for a metric that such rows, or adapters with a head, do not have.
         ModelError: The base model cannot be used, or an adapter does not fit it.
         NoResultError: A loss is not finite, or the scorer gives no scores.
         DeviceMemoryError: There is not enough memory.
@@ -78,7 +89,11 @@ def measure(
     conversations = [row for row in chosen if not isinstance(row, Pair | LabelledText)]
     if not chosen:
         raise DataError(f"dataset: expected at least one row to measure on, found none in {rows.name}; name other rows")
-    measured, scoring = _wanted(conversations, rows.name, settings, scoring)
+    if rows.labels is None:
+        measured, scoring = _wanted(conversations, rows.name, settings, scoring)
+    else:
+        _check_of_heads(settings)
+        measured, scoring = ("labels",), None
     tokenizer = load_tokenizer(base)
     is_generated = scoring is not None and scoring.scorer != "multiple_choice"
     if scoring is not None:
@@ -124,7 +139,7 @@ def measure(
         evaluations[name] = Evaluation(
             dataset=rows.name,
             num_rows=found.num_pairs or len(chosen),
-            loss=found.losses[slot] if found.losses else None,
+            **(found.of_labels[slot] if found.of_labels else {"loss": found.losses[slot] if found.losses else None}),
             exact_match=score if scoring is not None and scoring.scorer == "exact_match" else None,
             num_correct=None if scoring is None or scoring.reaches_outside else round(sum(scores)),
             scorer=None if scoring is None else scoring.scorer,
@@ -164,6 +179,7 @@ class _Found:
         choices: Score of every row by multiple choice.
         preferences: Reward accuracy and margin.
         num_pairs: How many they are means of.
+        of_labels: What heads predict, compared with labels; see :func:`label_metrics`.
     """
 
     losses: Sequence[float] = ()
@@ -171,6 +187,7 @@ class _Found:
     choices: Sequence[Sequence[float]] = ()
     preferences: Sequence[tuple[float, float]] = ()
     num_pairs: int | None = None
+    of_labels: Sequence[Mapping[str, Any]] = ()
     max_length: int | None = None
     dtype: str | None = None
 
@@ -221,9 +238,15 @@ class _Bench:
         limits = limits_of(backbone.model.config)
         max_length = min(max_length or limit or sys.maxsize, limits.max_positions or sys.maxsize)
         dataset = None
-        if "loss" in measured or "preference" in measured:
+        if measured:
             dataset = encode_rows(
-                rows.rows, backbone.tokenizer, max_length, "held-out", limits=limits, train_on=rows.train_on
+                rows.rows,
+                backbone.tokenizer,
+                max_length,
+                "held-out",
+                limits=limits,
+                train_on=rows.train_on,
+                labels=rows.labels,
             )
         losses: Sequence[float] = ()
         preferences: Sequence[tuple[float, float]] = ()
@@ -241,7 +264,22 @@ class _Bench:
             # Rewards are log-ratios to the base model, which has the slot after the adapters.
             with loaded_adapters(backbone, self._slots([*self.names, BASE]), self._base.id) as served:
                 preferences = self._preferences(backbone, served, dataset, max_tokens_per_pass)
+        of_labels: Sequence[Mapping[str, Any]] = ()
+        if dataset is not None and rows.labels is not None:
+            check_classifier(backbone, rows.labels)
+            with loaded_adapters(backbone, self._slots(self.names), self._base.id) as served:
+                logits = head_logits(
+                    backbone,
+                    served,
+                    [adapter.weights.extras[HEAD] for adapter in self._adapters.values()],
+                    dataset,
+                    names=self.names,
+                    max_tokens_per_pass=max_tokens_per_pass,
+                    on_done=self._counter("labels", len(dataset) * len(served)),
+                )
+            of_labels = [label_metrics(logits_QK, dataset) for logits_QK in logits]
         return _Found(
+            of_labels=of_labels,
             losses=losses,
             texts=self._texts(backbone, prompts) if prompts else (),
             choices=() if choosing is None else self._choices(backbone, rows.rows),
@@ -306,6 +344,21 @@ class _Bench:
 
         count(0)
         return count
+
+
+def _check_of_heads(settings: EvaluationSettings) -> None:
+    """Check that nothing is set that adapters with a classification head have no use for.
+
+    Raises:
+        SpecError: Something is.
+    """
+    defaults = EvaluationSettings()
+    for name, why in _NOT_OF_HEADS.items():
+        if getattr(settings, name) != getattr(defaults, name):
+            raise SpecError(
+                f"{name}: expected none for adapters with a classification head ({why}), found that it is set; leave "
+                "it out"
+            )
 
 
 def _check_scorable(conversations: Sequence[Conversation], scoring: Scoring, tokenizer: Any) -> None:

@@ -7,11 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from alto.backbone import resolve_model
-from alto.errors import RunNotFoundError, SpecError, UnsupportedError
-from alto.lora import SavedAdapter, is_adapter, read_saved_adapter
+from alto.data.rows import listed
+from alto.errors import RunNotFoundError, SpecError
+from alto.lora import HEAD, SavedAdapter, is_adapter, read_saved_adapter
+from alto.records import LabelSet
 from alto.runs import RunDir, load_run_task, read_history
 from alto.spec import BaseModelSpec, Task
 from alto.spec.chat_template import TEMPLATE_NAME
+from alto.spec.labels import LABELS_NAME, labels_beside
 
 __all__ = ["BASE", "EvaluationTarget", "adapter_folder", "best_of_jobs", "chat_template_beside", "find_target"]
 
@@ -58,7 +61,8 @@ def find_target(
         UntrustedCodeError: The task of a run asks for that code, and it is not allowed.
         RunNotFoundError: There is no such adapter.
         RunError, UnsupportedError: See :func:`read_saved_adapter`.
-        SpecError: A run's task cannot be read, the adapters have several bases, or no base model or rows are named.
+        SpecError: A run's task cannot be read, the adapters have several bases or labels, or no base model, labels or
+            rows are named.
     """
     if not targets:
         raise SpecError("targets: expected at least one run or adapter, found none; name one")
@@ -81,20 +85,21 @@ def find_target(
             "run that has some; name them with --dataset"
         )
     adapters = {name: read_saved_adapter(folder) for name, folder in folders.items()}
-    with_head = next((adapter for adapter in adapters.values() if adapter.has_head), None)
-    if with_head is not None:
-        raise UnsupportedError(
-            f"{with_head.folder}: expected adapters of a causal language model, found one with a classification head, "
-            "whose measurement is not implemented; name test_dataset or test_split in the task, whose rows measure the "
-            "best adapters when it ends, or evaluate it with PEFT"
-        )
+    tasks = _tasks(runs, trust_remote_code=trust_remote_code)
+    labels = _common_labels(adapters, {str(run.root): task.label_set for run, task in zip(runs, tasks, strict=True)})
     base_model = _base_model(adapters, base)
     if runs:
-        task = _common_task(runs, trust_remote_code=trust_remote_code)
+        task = _common_task(runs, tasks)
     else:
         assert dataset is not None
-        template = chat_template_beside(folders)
-        task = Task(model=base_model, dataset=dataset, trust_remote_code=trust_remote_code, chat_template=template)
+        task = Task(
+            model=base_model,
+            dataset=dataset,
+            trust_remote_code=trust_remote_code,
+            chat_template=chat_template_beside(folders),
+            method="sft" if labels is None else _method_of(labels),
+        )
+        task = task if labels is None else task.with_labels(labels)
     return EvaluationTarget(
         adapters=adapters,
         base_model=_as_evaluated(task.base_model, base_model),
@@ -125,17 +130,70 @@ def _as_evaluated(base: BaseModelSpec, model: str) -> BaseModelSpec:
     return replace(base, id=model, torch_compile=False)
 
 
-def _common_task(runs: Sequence[RunDir], *, trust_remote_code: bool) -> Task:
+def _tasks(runs: Sequence[RunDir], *, trust_remote_code: bool) -> list[Task]:
+    return [load_run_task(run, trust_remote_code=trust_remote_code, is_trained=False) for run in runs]
+
+
+def _common_task(runs: Sequence[RunDir], tasks: Sequence[Task]) -> Task:
     """The task of the first run, whose base is loaded as that of every other is."""
-    tasks = {str(run.root): load_run_task(run, trust_remote_code=trust_remote_code, is_trained=False) for run in runs}
-    ways = {name: _as_evaluated(task.base_model, "") for name, task in tasks.items()}
+    ways = {str(run.root): _as_evaluated(task.base_model, "") for run, task in zip(runs, tasks, strict=True)}
     if len(set(ways.values())) > 1:
         found = "; ".join(f"{name}: {_loading_keys(way)}" for name, way in ways.items())
         raise SpecError(
             f"targets: expected runs whose base model is loaded in one way, found {found}; evaluate those of each "
             "way by themselves"
         )
-    return next(iter(tasks.values()))
+    return tasks[0]
+
+
+def _method_of(labels: LabelSet) -> str:
+    return "regression" if labels.problem_type == "regression" else "classification"
+
+
+def _common_labels(adapters: Mapping[str, SavedAdapter], of_runs: Mapping[str, LabelSet | None]) -> LabelSet | None:
+    """The labels of the heads of all adapters; None where none has a head.
+
+    Args:
+        adapters: By name.
+        of_runs: The labels of the runs that some of them are of, by folder.
+
+    Raises:
+        SpecError: Some have a head and some have not; they have different labels; or the labels of one are unknown.
+        RunError: A file of labels is damaged.
+    """
+    with_head = [adapter for adapter in adapters.values() if adapter.has_head]
+    if not with_head:
+        return None
+    without = next((adapter for adapter in adapters.values() if not adapter.has_head), None)
+    if without is not None:
+        raise SpecError(
+            f"targets: expected adapters that all have a classification head or none, found {with_head[0].folder} with "
+            f"one and {without.folder} without; evaluate them by themselves"
+        )
+    found = {adapter.folder: _labels_of(adapter, of_runs) for adapter in with_head}
+    if len(set(found.values())) > 1:
+        named = "; ".join(
+            f"{folder}: {labels.problem_type}, {listed(labels.names)}" for folder, labels in found.items()
+        )
+        raise SpecError(
+            f"targets: expected adapters whose heads have the same labels, found {named}; evaluate them by themselves"
+        )
+    return next(iter(found.values()))
+
+
+def _labels_of(adapter: SavedAdapter, of_runs: Mapping[str, LabelSet | None]) -> LabelSet:
+    """The labels of an adapter with a head: of the run that it is in, or beside it."""
+    inside = (labels for run, labels in of_runs.items() if adapter.folder.is_relative_to(Path(run)))
+    labels = next(inside, None) or labels_beside(adapter.folder)
+    count = len(adapter.weights.extras[HEAD])
+    if labels is None or labels.num_labels != count:
+        found = "none" if labels is None else f"{labels.num_labels} names"
+        raise SpecError(
+            f"labels: expected names for all {count} outputs of the head in {adapter.folder / LABELS_NAME}, found "
+            f"{found}; write them there, such as "
+            '{"problem_type": "single_label_classification", "id2label": {"0": "no", "1": "yes"}}'
+        )
+    return labels
 
 
 def _loading_keys(base: BaseModelSpec) -> str:

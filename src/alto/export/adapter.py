@@ -18,13 +18,13 @@ from alto.records import JobResult, LabelSet, TaskOutcome
 from alto.runs import replace_file, sync_folder, writing
 from alto.spec.base_objects import is_object_name
 from alto.spec.chat_template import TEMPLATE_NAME
+from alto.spec.labels import LABELS_NAME
 from alto.spec.metric import LOSS
 from alto.spec.outside import read_json
 
-__all__ = ["LABELS_NAME", "METRICS_NAME", "export_best", "is_outdated"]
+__all__ = ["METRICS_NAME", "export_best", "is_outdated"]
 
 METRICS_NAME = "metrics.json"
-LABELS_NAME = "labels.json"
 
 _PIPELINES = {"AutoModelForImageTextToText": "image-text-to-text"}
 """The hub's name for the use of a model, by the class that loads it, where that is not ``text-generation``."""

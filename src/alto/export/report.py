@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from alto.errors import RunError
-from alto.export.adapter import LABELS_NAME
 from alto.export.choice import choice_notes
 from alto.export.importance import MIN_JOBS, importance_of_settings
 from alto.export.metrics import describe_metrics, loss_unit
@@ -28,6 +27,7 @@ from alto.runs import RunHistory, Stage, read_history
 from alto.runs.device_hours import DeviceHours, device_hours, price_of_hour
 from alto.runs.lead import lead_of_winner
 from alto.runs.progress import exit_totals, rung_costs, time_saved_s
+from alto.spec.labels import LABELS_NAME
 from alto.spec.outside import read_json
 
 __all__ = ["report_page", "write_report"]
@@ -42,6 +42,8 @@ UNSHOWN = (
     ("data", "validation_fingerprint"),
 )
 """Settings of a group that are not listed."""
+_OF_LABELS = {"accuracy": "Accuracy", "macro_f1": "Macro F1", "mse": "MSE", "spearman": "Spearman's rho"}
+"""Titles of what is measured of classifiers and regressors."""
 
 
 def write_report(run_dir: str | Path, *, price: float | None = None) -> Path:
@@ -85,10 +87,13 @@ def render_report(history: RunHistory, run_dir: Path, evaluations: list[dict[str
         evaluations: What ``alto eval`` found, as it is written in the metrics of adapters; ``adapter`` says of which.
         hours: What the run took, and its price.
     """
-    numbers = ("loss", "score", "exact_match", "reward_accuracy", "reward_margin")
+    numbers = ("loss", "score", "exact_match", "reward_accuracy", "reward_margin", *_OF_LABELS)
     measured = [name for name in numbers if any(found.get(name) is not None for found in evaluations)]
     context = _context(history, run_dir)
-    return render_page("report.html.jinja", **context, evaluations=evaluations, measured=measured, hours=hours)
+    titles = {name: title for name, title in _OF_LABELS.items() if name in measured}
+    return render_page(
+        "report.html.jinja", **context, evaluations=evaluations, measured=measured, of_labels=titles, hours=hours
+    )
 
 
 def _num_labels(path: Path) -> int | None:

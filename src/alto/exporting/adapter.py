@@ -7,11 +7,11 @@ import shutil
 from pathlib import Path
 
 from alto.backbone import load_config, load_tokenizer
-from alto.export.adapter import LABELS_NAME
 from alto.exporting.cards import adapter_card
 from alto.exporting.winner import Winner
 from alto.lora import is_read_per_expert, write_per_expert
 from alto.records import ExportForm
+from alto.spec.labels import LABELS_NAME
 from alto.spec.outside import read_json
 
 __all__ = ["is_stacked", "save_tokenizer", "write_adapter_folder"]

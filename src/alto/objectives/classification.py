@@ -23,7 +23,7 @@ from alto.objectives.sums import to_device
 from alto.records import LabelSet
 from alto.spec import ObjectiveSettings
 
-__all__ = ["Classification"]
+__all__ = ["Classification", "label_f1"]
 
 _COUNTS = 3
 """Counts of every label: true positives, false positives, false negatives."""
@@ -56,15 +56,25 @@ class Classification:
 
     def derived_metrics(self, statistics: Sequence[float], num_rows: int, labels: LabelSet) -> Mapping[str, float]:
         """``macro_f1``; of rows with one label each, over the labels that a row has or was given."""
-        count = labels.num_labels
-        hits, *misses = (statistics[index * count : (index + 1) * count] for index in range(_COUNTS))
-        scores = [
-            2 * hit / (2 * hit + wrong + missed) if hit + wrong + missed else None
-            for hit, wrong, missed in zip(hits, *misses, strict=True)
-        ]
-        if labels.problem_type == "single_label_classification":
-            scores = [score for score in scores if score is not None]
-        return {"macro_f1": sum(score or 0.0 for score in scores) / len(scores)}
+        scores = [score for score in label_f1(statistics, labels) if score is not None]
+        return {"macro_f1": sum(scores) / len(scores)}
+
+
+def label_f1(statistics: Sequence[float], labels: LabelSet) -> list[float | None]:
+    """The harmonic mean of precision and recall of every label. It is 0 for one that no row has or was given, and where
+    rows have one label each None.
+
+    Args:
+        statistics: A count of true positives, of false positives and of false negatives for every label.
+        labels: The labels.
+    """
+    count = labels.num_labels
+    hits, *misses = (statistics[index * count : (index + 1) * count] for index in range(_COUNTS))
+    absent = None if labels.problem_type == "single_label_classification" else 0.0
+    return [
+        2 * hit / (2 * hit + wrong + missed) if hit + wrong + missed else absent
+        for hit, wrong, missed in zip(hits, *misses, strict=True)
+    ]
 
 
 def _one_label(logits_QK: Tensor, batch: TokenBatch) -> tuple[Tensor, Tensor, Tensor]:

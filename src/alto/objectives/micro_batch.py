@@ -23,6 +23,7 @@ __all__ = [
     "Learners",
     "job_losses",
     "micro_batch_terms",
+    "read_states",
     "reference_log_probs",
     "reference_sums",
     "terms_of",
@@ -47,10 +48,10 @@ class Heads(Protocol):
 
 def token_losses(backbone: Backbone, batch: TokenBatch) -> Tensor:
     """Cross-entropy of every trained token of ``batch``, ``[S]`` float32 nats."""
-    return backbone.token_losses(_read_states(backbone, batch), batch.loss_targets_S, batch)
+    return backbone.token_losses(read_states(backbone, batch), batch.loss_targets_S, batch)
 
 
-def _read_states(backbone: Backbone, batch: TokenBatch) -> Tensor:
+def read_states(backbone: Backbone, batch: TokenBatch) -> Tensor:
     """The hidden states that predict a trained token, or that a classification head reads, ``[S, H]``."""
     hidden_TH = backbone.hidden_states(
         batch.input_ids_T, batch.position_ids_T, batch.sequence_lengths, batch.sequence_prefixes
@@ -89,7 +90,7 @@ def micro_batch_terms(backbone: Backbone, batch: TokenBatch, learners: Sequence[
             than it names; or, in training, sums without a gradient.
         UnsupportedError: See :meth:`Objective.terms`.
     """
-    states_SH = _read_states(backbone, batch)
+    states_SH = read_states(backbone, batch)
     if not batch.slots:
         losses_S = backbone.token_losses(states_SH, batch.loss_targets_S, batch)
         return [Terms(sums_J=run_sums(losses_S, batch.job_targets))]

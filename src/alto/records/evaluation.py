@@ -44,13 +44,20 @@ class Evaluation:
     Attributes:
         dataset: The rows, as the user or the task names them.
         num_rows: How many of them were used.
-        loss: Nats per trained token.
+        loss: Nats per trained token, of a classifier per row; None of a regressor, which has ``mse``.
         exact_match: Share of the rows, in [0, 1], whose final answer was right: ``score`` of that scorer.
         num_correct: How many answers were right; None of scorers that give any number.
         reward_accuracy: Share of the pairs, in [0, 1], whose chosen reply has the larger log-ratio to the base.
         reward_margin: Mean difference of the two log-ratios, in nats: rewards at beta 1.
         scorer: What scored the answers.
         score: Mean of its scores.
+        accuracy: Share of the texts, in [0, 1], whose label a classifier predicts; of several labels, all of them.
+        macro_f1: Mean over labels of the harmonic mean of precision and recall.
+        label_f1: By label, that number; of rows with one label each, None for a label that no row has or was given.
+        confusion: Where rows have one label each: by that label and the predicted one, how many there are; only those
+            that there are.
+        mse: Mean squared error of a regressor.
+        spearman: Rank correlation of predictions and numbers, of several outputs their mean; None where all are equal.
         settings: All else that decides the numbers: which weights, on which base, measured how.
         date: When, ISO 8601 in UTC.
     """
@@ -66,6 +73,12 @@ class Evaluation:
     reward_margin: float | None = None
     scorer: ScorerName | None = None
     score: float | None = None
+    accuracy: float | None = None
+    macro_f1: float | None = None
+    label_f1: Mapping[str, float | None] | None = None
+    confusion: Mapping[str, Mapping[str, int]] | None = None
+    mse: float | None = None
+    spearman: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

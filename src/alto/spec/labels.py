@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
-from alto.errors import ConflictingKeysError, SpecError, UnsupportedError
+from alto.errors import ConflictingKeysError, RunError, SpecError, UnsupportedError
+from alto.records import LabelSet, ProblemType
+from alto.spec.data_forms import label_names
 from alto.spec.data_keys import DataKeys
 from alto.spec.keys import TASK_ALIASES
 from alto.spec.method import Method, find_method
+from alto.spec.outside import read_json
 from alto.spec.quoting import quoted
 
-__all__ = ["check_label_keys", "with_task_type"]
+__all__ = ["LABELS_NAME", "check_label_keys", "labels_beside", "with_task_type"]
+
+LABELS_NAME = "labels.json"
+"""File beside an adapter with the labels of its classification head."""
 
 _HEADS = ("score", "classifier")
 """Names of classification heads, which PEFT adds to ``modules_to_save`` itself."""
@@ -92,3 +99,24 @@ def check_label_keys(keys: DataKeys, method: Method, num_gpus: int) -> None:
             "num_labels should be at least 2 with method 'classification', found 1. Write method: regression for "
             "numbers, or 2 for two classes."
         )
+
+
+def labels_beside(adapter: Path) -> LabelSet | None:
+    """The labels of the classification head in the folder ``adapter``; None where the folder does not have them.
+
+    Raises:
+        RunError: The file is damaged.
+    """
+    file = adapter / LABELS_NAME
+    if not file.is_file():
+        return None
+    try:
+        described = read_json(file)
+        if described["problem_type"] not in get_args(ProblemType):
+            raise ValueError(f"problem_type {quoted(described['problem_type'])}")
+        return LabelSet(problem_type=described["problem_type"], names=label_names(described["id2label"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunError(
+            f"{file}: expected problem_type and id2label of a classification head, found: {type(error).__name__} "
+            f"({error}); export the adapter again"
+        ) from error
