@@ -172,9 +172,13 @@ def test_settings_that_would_change_what_is_learned_are_refused_together() -> No
     assert "assistant_only_loss" not in said
 
 
-def test_modules_that_peft_would_choose_have_to_be_named() -> None:
-    with pytest.raises(UnsupportedError, match="target_modules: not supported: with None PEFT chooses modules"):
-        task(lora(target_modules=None))
+def test_without_modules_those_are_trained_that_peft_chooses() -> None:
+    for configs in ([lora(target_modules=None)], [lora(target_modules=None), sft()]):
+        found = task(*configs)
+        assert found.jobs[0].config.target_modules == "peft-default"
+        (note,) = [note for note in found.notes if note.startswith("target_modules: used as target_modules: peft-")]
+        assert note.endswith("all linear layers are target_modules=all-linear")
+    assert task(sft()).jobs[0].config.target_modules == "all-linear", "no adapter is configured"
     found = task(lora(target_modules=None), target_modules=["k_proj"])
     assert found.jobs[0].config.target_modules == ("k_proj",)
 

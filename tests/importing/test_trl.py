@@ -92,6 +92,7 @@ def test_the_command_may_be_named(folder: Path) -> None:
         ({"bf16": True}, {"dtype": "bfloat16"}),
         ({"load_in_4bit": True}, {"load_in_4bit": True}),
         ({"lora_target_modules": ["all-linear"]}, {"target_modules": "all-linear"}),
+        ({"lora_target_modules": None}, {"target_modules": "peft-default"}),
         ({"use_dora": True}, {"use_dora": True}),
         ({"gradient_checkpointing": True}, {"gradient_checkpointing": True}),
         ({"lr_scheduler_type": "constant", "warmup_steps": 5}, {"lr_scheduler_type": "constant"}),

@@ -7,10 +7,12 @@ from collections.abc import Callable
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import PreTrainedModel
+from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from alto.errors import TargetModuleError
-from alto.lora import AdapterBank, BankLayout, TargetModule, find_targets, inject, linear_modules
+from alto.lora import AdapterBank, BankLayout, TargetModule, default_targets, find_targets, inject, linear_modules
+from alto.lora.default_targets import DEFAULT_TARGETS
 from alto.spec import JobConfig
 
 # PEFT asks transformers for a property under its old name.
@@ -33,7 +35,7 @@ def leaves(found: tuple[TargetModule, ...]) -> list[str]:
     return [name.rsplit(".", 1)[-1] for name in names_of(found)]
 
 
-def chosen_by_peft(model: PreTrainedModel, target_modules: str | list[str]) -> list[str]:
+def chosen_by_peft(model: PreTrainedModel, target_modules: str | list[str] | None) -> list[str]:
     peft = get_peft_model(model, LoraConfig(r=2, target_modules=target_modules, task_type="CAUSAL_LM"))
     return [
         name.removeprefix("base_model.model.") for name, module in peft.named_modules() if hasattr(module, "lora_A")
@@ -65,6 +67,31 @@ def test_the_choice_is_pefts(tiny_model: ModelFactory, architecture: str, target
     meant = JobConfig(target_modules=target_modules).target_modules
     found = names_of(find_targets(tiny_model(architecture), meant))
     assert found == chosen_by_peft(tiny_model(architecture), target_modules)
+
+
+def test_defaults_are_those_of_peft() -> None:
+    theirs = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+    assert {kind: names if isinstance(names, str) else list(names) for kind, names in DEFAULT_TARGETS.items()} == theirs
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "phi", "gpt2"])
+def test_the_default_is_pefts(tiny_model: ModelFactory, architecture: str) -> None:
+    def build() -> PreTrainedModel:
+        if architecture != "gpt2":
+            return tiny_model(architecture)
+        return GPT2LMHeadModel(GPT2Config(n_embd=8, n_head=2, n_layer=2, vocab_size=9, bos_token_id=0, eos_token_id=0))
+
+    model = build()
+    assert names_of(find_targets(model, default_targets(model.config.model_type))) == chosen_by_peft(build(), None)
+
+
+def test_a_type_without_a_default_is_refused_as_peft_does(tiny_model: ModelFactory) -> None:
+    with pytest.raises(ValueError, match="Please specify `target_modules`"):
+        chosen_by_peft(tiny_model("phi3"), None)
+    with pytest.raises(TargetModuleError, match=r"found 'phi3', for which it has none; name the modules in target_mod"):
+        default_targets("phi3")
+    assert default_targets("phi3", has_parameters=True) == ()
 
 
 @pytest.mark.parametrize("target_modules", ["all-linear", ["dense", "fc1"], r".*(k|q)_proj", ["qkv_proj"]])

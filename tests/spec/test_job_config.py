@@ -89,6 +89,8 @@ def test_lora_alpha_that_is_none(alpha):
     [
         ("all-linear", "all-linear"),
         (["all-linear"], "all-linear"),
+        ("peft-default", "peft-default"),
+        (["peft-default"], "peft-default"),
         ("All-Linear", "all-linear"),
         (r".*\.(q|v)_proj", r".*\.(q|v)_proj"),
         ("self_attn.q_proj", ("self_attn.q_proj",)),
@@ -116,6 +118,7 @@ def test_target_modules_have_one_form(given, stored):
         (None, r"found None"),
         (["q", "q"], r"once"),
         (["all-linear", "q"], r"alone"),
+        (["peft-default", "q"], r"alone"),
     ],
 )
 def test_target_modules_refused(given, reason):

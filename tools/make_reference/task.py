@@ -79,7 +79,9 @@ with AdamW.
 
 `lora_alpha` is a number, `r`, or a multiple such as `2*r`. `target_modules` is `all-linear` (every linear layer but the
 output head), a module's name, a list of names, or a regular expression over full names; `exclude_modules` is written
-in the same way. The output head and the token embeddings (`lm_head`, `embed_tokens`) are adapted where they are named,
+in the same way. `peft-default` is PEFT's choice for the model type (of Llama and Qwen `q_proj` and `v_proj`): its
+names take its place before training, and a note says which.
+The output head and the token embeddings (`lm_head`, `embed_tokens`) are adapted where they are named,
 on one GPU and without `use_dora`; where they are one weight, an adapter on one leaves the other as it is.
 `modules_to_save` trains one of these two, or both, whole: each job has a copy with a gradient and moments, so that a
 head of 150,000 tokens and 1,024 features is 2.5 GB of a slot in 32 bits. Other modules

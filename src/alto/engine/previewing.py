@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from alto.backbone import build_skeleton, limits_of, load_config, load_tokenizer
 from alto.data import preview_rows, read_task_rows
-from alto.engine.start import with_start
+from alto.engine.start import with_start, with_targets
 from alto.executor import model_notes
 from alto.records import DataPreview
 from alto.spec import Task
@@ -38,6 +38,7 @@ def preview_data(task: Task, *, num_rows: int) -> DataPreview:
 
 def with_model_notes(shown: DataPreview, task: Task) -> DataPreview:
     """``shown`` with what is to be known of the settings and the model of ``task``."""
+    task = with_targets(task)
     skeleton = build_skeleton(task.base_model)
     about_model = model_notes(skeleton, [job.config for job in task.jobs], task.method)
     return replace(shown, notes=(*task.notes, *shown.notes, *about_model))

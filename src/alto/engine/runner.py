@@ -21,7 +21,7 @@ from alto.data import ReadRows, read_task_rows
 from alto.engine.existing_runs import check_refitted
 from alto.engine.objects import borrowing
 from alto.engine.resident_base import ResidentBase
-from alto.engine.start import read_start, with_start
+from alto.engine.start import read_start, with_start, with_targets
 from alto.errors import AltoError, RunWriteError
 from alto.evaluation import FinalistJudge, PeftCheck, Sampler
 from alto.executor import (
@@ -406,8 +406,8 @@ def _sampler(task: Task, rows: ReadRows, backbone: Backbone) -> Sampler | None:
 
 def portable(task: Task) -> Task:
     """The task with absolute paths, so that a process in any folder can resume it, and with the shape of the adapter
-    that its jobs begin with, where it names one."""
-    task = with_start(task)
+    that its jobs begin with, where it names one, and the modules that PEFT chooses, where it asks for these."""
+    task = with_targets(with_start(task))
     found: dict[str, Any] = {}
     for key in ("dataset", "validation_dataset", "test_dataset"):
         path = getattr(task, key)

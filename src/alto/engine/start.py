@@ -1,19 +1,24 @@
-"""What the jobs of a task begin with, where it names a saved adapter (``init_adapter``)."""
+"""What a task says by reference: the saved adapter that its jobs begin with, and PEFT's choice of modules."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from alto.backbone import Backbone, base_differences, base_fingerprint, resolve_model
+from alto.backbone import Backbone, base_differences, base_fingerprint, load_config, resolve_model
 from alto.errors import ModelError, ModelNotFoundError, RunNotFoundError
 from alto.evaluation import adapter_folder
 from alto.executor import StartAdapter
-from alto.lora import adapter_base_model, saved_settings
+from alto.lora import adapter_base_model, default_targets, saved_settings
 from alto.objectives import find_objective
-from alto.spec import Task
+from alto.spec import PEFT_DEFAULT, Task
+from alto.spec.module_names import targeted_modules
+from alto.spec.search_space import Axis
 
-__all__ = ["read_start", "with_start"]
+__all__ = ["read_start", "with_start", "with_targets"]
+
+_TARGETS = "target_modules"
 
 
 def with_start(task: Task) -> Task:
@@ -36,6 +41,43 @@ def with_start(task: Task) -> Task:
     given = {*task.fixed, *(() if space.is_auto else space.keys)}
     missing = {key: value for key, value in saved_settings(folder).items() if key not in given}
     return task.replace(**missing, init_adapter=str(folder))
+
+
+def with_targets(task: Task) -> Task:
+    """``task`` with the modules that PEFT chooses for its base model, and a note on them, where it asks for these; any
+    other task as it is.
+
+    Raises:
+        TargetModuleError: PEFT has no choice for this base model.
+        ModelError: The configuration of the base model cannot be read.
+    """
+    space = task.search_space
+    is_fixed = _asks_for_default(task.fixed.get(_TARGETS, ()))
+    if not is_fixed and not any(_has_default(axis) for group in space.groups for axis in group):
+        return task
+    model_type = load_config(task.base_model).model_type
+    has_parameters = all(job.config.target_parameters for job in task.jobs)
+    found = default_targets(model_type, has_parameters=has_parameters)
+    groups = tuple(tuple(_named(axis, found) for axis in group) for group in space.groups)
+    changes: dict[str, Any] = {_TARGETS: found} if is_fixed else {"search_space": replace(space, groups=groups)}
+    named = found if isinstance(found, str) else ", ".join(found) or "none beside target_parameters"
+    note = f"target_modules: {PEFT_DEFAULT} is {named}, PEFT's choice for models of the type {model_type}."
+    return task.replace(**changes).with_note(note)
+
+
+def _asks_for_default(value: object) -> bool:
+    return targeted_modules(value) == PEFT_DEFAULT
+
+
+def _has_default(axis: Axis) -> bool:
+    values = axis.values if axis.key == _TARGETS and isinstance(axis.values, tuple) else ()
+    return any(_asks_for_default(value) for value in values)
+
+
+def _named(axis: Axis, modules: str | tuple[str, ...]) -> Axis:
+    if axis.key != _TARGETS or not isinstance(axis.values, tuple):
+        return axis
+    return replace(axis, values=tuple(modules if _asks_for_default(value) else value for value in axis.values))
 
 
 def read_start(task: Task, backbone: Backbone) -> StartAdapter | None:

@@ -45,11 +45,6 @@ _NOTHING = Answers(not_needed={}, not_supported={})
 _ANY_MODULES = ("",)
 """Stands for target modules that are not asked for."""
 
-_CHOSEN_BY_PEFT = (
-    "with None PEFT chooses modules by the architecture (of Llama and Qwen q_proj and v_proj): name them, or write "
-    "'all-linear'"
-)
-
 _BELONGING: Mapping[str, tuple[str, ...]] = {
     "warmup_ratio": ("warmup_steps",),
     "warmup_steps": ("warmup_ratio",),
@@ -93,10 +88,6 @@ def read_config_objects(configs: Sequence[object], values: Mapping[str, Any]) ->
     if given.get("task_type") == "SEQ_CLS":
         draft.put("task_type", draft.take("task_type"))
     if adapter is None or "target_modules" in overruled:
-        draft.given["target_modules"] = _ANY_MODULES
-    elif given["target_modules"] is None:
-        draft.not_supported("target_modules", _CHOSEN_BY_PEFT)
-        asked.add("target_modules")
         draft.given["target_modules"] = _ANY_MODULES
     if arguments is None:
         read_adapter(draft)

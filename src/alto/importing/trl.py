@@ -17,6 +17,7 @@ from alto.importing.trainer import (
 )
 from alto.spec.keys import NOT_NEEDED_KEYS
 from alto.spec.method import find_method
+from alto.spec.module_names import PEFT_DEFAULT
 from alto.spec.objective_settings import KTO_LOSS_TYPES, LOSS_TYPES
 from alto.spec.quoting import quoted
 
@@ -356,11 +357,12 @@ def read_adapter(draft: Draft, *, has_defaults: bool = False) -> None:
     targets = draft.given.get("lora_target_modules", draft.given.get("target_modules"))
     if targets is None:
         draft.used(
-            "lora_target_modules",
-            "target_modules: all-linear, all linear layers; PEFT would choose some by the architecture (of Llama and "
-            "Qwen q_proj and v_proj): --set target_modules=[q_proj,v_proj]",
+            "target_modules" if "target_modules" in draft.given else "lora_target_modules",
+            f"target_modules: {PEFT_DEFAULT}, the modules that PEFT chooses for the architecture (of Llama and Qwen "
+            "q_proj and v_proj); all linear layers are --set target_modules=all-linear",
         )
         draft.given.pop("target_modules", None)
+        draft.put("target_modules", PEFT_DEFAULT)
     elif isinstance(targets, list) and len(targets) == 1 and targets[0] == "all-linear":
         draft.given.pop("lora_target_modules", None)
         draft.put("target_modules", "all-linear")

@@ -3,6 +3,7 @@
 from alto.lora.bank import ADAPTER_DTYPES, AdapterBank
 from alto.lora.biases import bias_notes, biases_of, is_bias
 from alto.lora.compiling import compile_kernels
+from alto.lora.default_targets import default_targets
 from alto.lora.eight_bit import check_optimizer
 from alto.lora.fit import check_fit
 from alto.lora.footprint import bank_bytes
@@ -65,6 +66,7 @@ __all__ = [
     "check_fit",
     "check_optimizer",
     "compile_kernels",
+    "default_targets",
     "eject",
     "extra_in_peft",
     "find_shared_inputs",

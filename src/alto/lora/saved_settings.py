@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from alto.errors import RunNotFoundError
 from alto.lora.peft_format import CONFIG_FILE
 from alto.lora.saved import HEAD_NAMES, check_config, read_config
-from alto.spec.job_config import SHAPE_FIELDS
+from alto.spec.job_config import PEFT_DEFAULT, SHAPE_FIELDS
 
 __all__ = ["saved_settings"]
 
@@ -43,11 +44,16 @@ def saved_settings(folder: Path) -> dict[str, Any]:
     parameters = list(settings.pop("target_parameters", []))
     dense = [name.removesuffix(_OF_WEIGHT) for name in parameters if _is_dense(name)]
     parameters = [name for name in parameters if not _is_dense(name)]
-    modules = settings.get("target_modules", [])
+    modules = settings.get("target_modules", PEFT_DEFAULT if _names_nothing(config) else [])
     if dense and not isinstance(modules, str):
         modules = [*modules, *dense]
     settings["target_modules"] = modules
     return settings | ({"target_parameters": parameters} if parameters else {})
+
+
+def _names_nothing(config: Mapping[str, Any]) -> bool:
+    """Whether PEFT would choose the modules. Beside ``target_parameters`` it has written down those that it chose."""
+    return config.get("target_modules") is None and not config.get("target_parameters")
 
 
 def _is_dense(parameter: str) -> bool:

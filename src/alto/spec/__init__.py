@@ -2,7 +2,7 @@
 
 from alto.spec.base_model import BaseModelSpec, Quantisation
 from alto.spec.early_exit import EarlyExit
-from alto.spec.job_config import ALL_LINEAR, JobConfig
+from alto.spec.job_config import ALL_LINEAR, PEFT_DEFAULT, JobConfig
 from alto.spec.load import build_task, load_task, parse_override, read_run_task
 from alto.spec.objectives import PREFERENCE_METRICS, PREFERENCE_SCORES, ObjectiveEntry, ObjectiveSettings
 from alto.spec.rules import Rule
@@ -16,6 +16,7 @@ from alto.spec.trace import ArrivingTask
 __all__ = [
     "ALL_LINEAR",
     "MAX_JOBS",
+    "PEFT_DEFAULT",
     "PREFERENCE_METRICS",
     "PREFERENCE_SCORES",
     "AdapterDtype",

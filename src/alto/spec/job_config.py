@@ -33,6 +33,7 @@ from alto.spec.method import Method, find_method
 from alto.spec.mixture import MIXTURE_WEIGHTS, Weights, normalised
 from alto.spec.module_names import (
     ALL_LINEAR,
+    PEFT_DEFAULT,
     chosen_modules,
     layer_indices,
     layer_parents,
@@ -50,6 +51,7 @@ __all__ = [
     "ALL_LINEAR",
     "JOB_FIELDS",
     "MAPPING_FIELDS",
+    "PEFT_DEFAULT",
     "SHAPE_FIELDS",
     "BiasMode",
     "JobConfig",
@@ -99,10 +101,11 @@ class JobConfig(SpecModel):
     a row count given to a method is that of the training split.
 
     ``lora_alpha`` may be given as a number, ``"r"`` or ``"<number>*r"``; the finished object holds the number.
-    ``target_modules`` may be given as one name, several, or a pattern; the finished object holds ``"all-linear"``, a
-    sorted tuple of names, or a regular expression; ``exclude_modules`` likewise. ``rank_pattern``, ``alpha_pattern``,
-    ``lr_scheduler_kwargs`` and ``optim_args`` may be given as mappings; the finished object holds their pairs,
-    :meth:`to_dict` the mappings; ``optim_args`` also as transformers' text, ``"momentum=0.9,nesterov=true"``.
+    ``target_modules`` may be given as one name, several, or a pattern; the finished object holds ``"all-linear"``,
+    ``"peft-default"``, a sorted tuple of names, or a regular expression; ``exclude_modules`` likewise.
+    ``rank_pattern``, ``alpha_pattern``, ``lr_scheduler_kwargs`` and ``optim_args`` may be given as mappings; the
+    finished object holds their pairs, :meth:`to_dict` the mappings; ``optim_args`` also as transformers' text,
+    ``"momentum=0.9,nesterov=true"``.
     ``warmup_steps`` below 1 is a share of the steps. ``init_lora_weights`` true is stored as ``"default"``;
     ``mixture_weights`` are given as a mapping, and stored as shares that add up to 1; ``max_grad_norm`` 0 as None: no
     clipping; ``optim`` in one spelling where there are several. ``objective`` holds the
@@ -381,7 +384,7 @@ class JobConfig(SpecModel):
                 f"layers_pattern should come with layers_to_transform, found {', '.join(self.layers_pattern)} alone. "
                 "Write the indices of the layers, or remove the key."
             )
-        is_pattern = isinstance(self.target_modules, str) and self.target_modules != ALL_LINEAR
+        is_pattern = isinstance(self.target_modules, str) and self.target_modules not in (ALL_LINEAR, PEFT_DEFAULT)
         if is_pattern and self.layers_to_transform is not None:
             raise ValueError(
                 "layers_to_transform should come with names in target_modules, found a pattern, which PEFT does not "

@@ -12,6 +12,7 @@ from alto.spec.quoting import quoted
 
 __all__ = [
     "ALL_LINEAR",
+    "PEFT_DEFAULT",
     "Pairs",
     "chosen_modules",
     "layer_indices",
@@ -27,28 +28,33 @@ __all__ = [
 ALL_LINEAR = "all-linear"
 """As in PEFT: every linear layer of the model except its output head."""
 
+PEFT_DEFAULT = "peft-default"
+"""The modules that PEFT chooses for the architecture where none are named; they take its place before training."""
+
 Pairs = tuple[tuple[str, Any], ...]
 """A mapping in the order in which it was written, as pairs, which can be hashed."""
 
 _Number = TypeVar("_Number", int, float)
+_WORDS = (ALL_LINEAR, PEFT_DEFAULT)
 _MODULE_NAME = r"[A-Za-z0-9_.-]+"
 _MAX_LAYERS = 10_000
 
 
 def targeted_modules(value: object) -> str | tuple[str, ...]:
-    """``value`` of ``target_modules`` as ``"all-linear"``, a sorted tuple of names, or a regular expression.
+    """``value`` of ``target_modules`` as ``"all-linear"``, ``"peft-default"``, a sorted tuple of names, or a pattern.
 
     Raises:
         ValueError: It is none of these.
     """
-    if isinstance(value, str) and value.lower() == ALL_LINEAR:
-        return ALL_LINEAR
+    if isinstance(value, str) and value.lower() in _WORDS:
+        return value.lower()
     found = _names_or_pattern(value, f"{ALL_LINEAR!r}, ")
-    if not isinstance(found, str) and ALL_LINEAR in found:
-        if len(found) > 1:
-            raise ValueError(f"should be {ALL_LINEAR!r} alone or names alone, found {quoted(value)}. Choose one.")
-        return ALL_LINEAR
-    return found
+    word = None if isinstance(found, str) else next((word for word in _WORDS if word in found), None)
+    if word is None:
+        return found
+    if len(found) > 1:
+        raise ValueError(f"should be {word!r} alone or names alone, found {quoted(value)}. Choose one.")
+    return word
 
 
 def chosen_modules(value: object) -> str | tuple[str, ...] | None:

@@ -307,7 +307,7 @@ class Task(DataKeys):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What became of settings of ``config`` that are not taken over as they are, as sentences."""
+        """What became of settings that are not taken over as they are, as sentences."""
         return self._origin.notes
 
     @property
@@ -327,6 +327,12 @@ class Task(DataKeys):
     def with_labels(self, labels: LabelSet) -> Self:
         """The task with the labels that were found in its rows."""
         return self.replace(problem_type=labels.problem_type, num_labels=None, id2label=labels.names)
+
+    def with_note(self, note: str) -> Self:
+        """The task with a further note."""
+        found = self.replace()
+        found._origin = replace(found._origin, notes=(*self.notes, note))
+        return found
 
     @property
     def needs_trust(self) -> bool:
