@@ -20,7 +20,7 @@ from rich.text import Text
 
 from alto.export.choice import choice_notes
 from alto.export.job_grid import GRID_LINES, JobGrid
-from alto.export.metrics import describe_metrics, metric_name
+from alto.export.metrics import describe_metrics, describe_test, metric_name
 from alto.export.plain import PlainView
 from alto.export.samples import samples_text
 from alto.export.tables import JobTable, job_table, run_notes
@@ -296,16 +296,15 @@ def _best_line(table: JobTable, history: RunHistory) -> Text:
         return Text("best: no job has a finite validation loss yet", style="dim", overflow="fold")
     label = "best" if history.result is not None else "best so far"
     by = "" if history.metric == LOSS else f" by {metric_name(history.metric)}"
-    metrics = describe_metrics(history.jobs[best.job_id].best_metrics, table.metrics)
+    job = history.jobs[best.job_id]
+    metrics, tested = describe_metrics(job.best_metrics, table.metrics), describe_test(history, job)
     scoring = describe_scoring(history.finalists, history.scorer, "")  # a failure is among the notes
     chosen = f"; {scoring}" if scoring else ""
     return Text.assemble(
         f"{label}{by}: ",
         (best.job, "bold green"),
         f" with validation loss {format_loss(best.best_validation_loss)}",
-        f" (test {format_loss(test_loss)})"
-        if (test_loss := history.jobs[best.job_id].best_test_loss) is not None
-        else "",
+        f" (test {tested})" if tested else "",
         f", {metrics}" if metrics else "",
         (f" ({best.label})", "dim"),
         chosen,
@@ -314,8 +313,8 @@ def _best_line(table: JobTable, history: RunHistory) -> Text:
 
 
 def _refit_line(history: RunHistory, refit: RefitFact) -> Text:
-    tested = (job.best_test_loss for job in history.jobs.values() if job.best_test_loss is not None)
-    measured = "".join(f"; test loss {format_loss(loss)}" for loss in tested)
+    tested = (describe_test(history, job) for job in history.jobs.values())
+    measured = "".join(f"; test loss {one}" for one in tested if one)
     return Text(f"{describe_refit(refit)}{measured}", overflow="fold")
 
 
