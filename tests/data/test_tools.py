@@ -292,6 +292,18 @@ def test_what_nothing_reads_is_listed_once_with_counts(tmp_path: Path, tokenizer
     assert not any("nothing reads" in note or "does not show" in note for note in notes[2:])
 
 
+@pytest.mark.parametrize(
+    "row", [{"text": "warm", "label": "good"}, {"messages": [ASKED, REPLY], "labels": ["good"]}], ids=["text", "turns"]
+)
+def test_a_label_that_nothing_reads_names_the_method_that_does(tmp_path: Path, tokenizer: Any, row: Any) -> None:
+    (note, *_) = read(tmp_path, [row] * 12).encode(tokenizer).notes
+    column = list(row)[-1]
+    assert note == (
+        f"Columns that nothing reads: {column} (in 12 rows); assign one to a role with columns if it should be read; "
+        f"set method: classification (of numbers: regression) if {column} is to be learned."
+    )
+
+
 def test_what_the_template_reads_is_not_listed(tmp_path: Path, qwen: Any) -> None:
     rows = [{"messages": [ASKED, calling({"id": "x", **OSLO}, ROME), RESULT, REPLY], "tools": [WEATHER]}] * 12
     assert not any("does not show" in note for note in read(tmp_path, rows).encode(qwen).notes)
