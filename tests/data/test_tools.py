@@ -194,10 +194,11 @@ def test_a_template_that_takes_arguments_as_text_and_content_alone_is_given_thes
 
 def test_calls_that_the_template_does_not_show_are_never_trained_as_an_end_alone(tokenizer: Any) -> None:
     conversation = convert({"messages": [ASKED, calling(OSLO), RESULT, REPLY], "tools": [WEATHER]})
-    with pytest.raises(DataError, match=r"expected a chat template that shows calls.*'weather'.*leave such rows out"):
+    says = r"shows calls of tools, found that this one does not show .*'weather'.*: of this reply only.*leave such"
+    with pytest.raises(DataError, match=says):
         encode_conversation(conversation, tokenizer)
     tokenizer.chat_template = None
-    with pytest.raises(DataError, match="expected a chat template that shows calls"):
+    with pytest.raises(DataError, match=r"shows calls of tools, found none, so that nothing shows .*'weather'"):
         encode_conversation(conversation, tokenizer)
 
 
