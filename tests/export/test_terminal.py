@@ -345,6 +345,30 @@ def test_a_run_that_lasts_shows_how_long_it_takes_and_how_fast_it_is(small_run):
         assert "left" not in target.file.getvalue()
 
 
+def test_a_job_of_a_run_that_nobody_works_on_is_interrupted(small_run):
+    def stages(**options):
+        target = console()
+        target.print(final_summary(RunHistory.of(entries(small_run[:11])), **options))
+        return re.findall(r"^. [a-d] +[\d.e-]+ +\d +(\w+)", target.file.getvalue(), re.MULTILINE)
+
+    assert stages() == ["parked", "diverging", "training", "training"]
+    assert stages(is_live=False) == ["parked", "diverging", "interrupted", "interrupted"]
+
+
+def test_the_name_of_a_lone_configuration_is_said_once(small_run, tmp_path):
+    start, *events = small_run
+    alone = [{**start, "jobs": start["jobs"][-1:]}, *(event for event in events if event.get("job", "d") == "d")]
+    alone = [event for event in alone if event["event"] != "rung"]
+    target = console()
+    target.print(final_summary(RunHistory.of(entries(alone))))
+    [line] = [line for line in target.file.getvalue().splitlines() if line.startswith("best")]
+    assert "d with validation loss" in line
+    assert "(d)" not in line
+    page = report_page(tmp_path, RunHistory.of(entries(alone)))
+    assert '<dd>d</dd>\n<dd class="detail">d</dd>' not in page
+    assert "<b>d</b><br>d" not in page
+
+
 def test_a_line_of_numbers_is_never_cut_in_the_middle_of_one(small_run):
     wide, narrow = (next(line for line in screen(small_run[:11], width=w) if " so far" in line) for w in (140, 80))
     assert wide.rstrip().endswith("200 of 4,000 samples trained, 22.5 % saved")

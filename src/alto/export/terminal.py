@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from rich.cells import cell_len
@@ -40,7 +41,7 @@ from alto.export.wording import (
     format_loss,
     format_share,
 )
-from alto.runs import JobHistory, JournalEntry, RunHistory, RunStatus
+from alto.runs import JobHistory, JournalEntry, RunHistory, RunStatus, Stage
 from alto.runs.events import (
     Event,
     JobAdmitted,
@@ -254,6 +255,9 @@ def final_summary(
     """
     table = job_table(history)
     status = history.status(is_live=is_live)
+    rows = table.rows
+    if status is RunStatus.INTERRUPTED:
+        rows = tuple(replace(row, outcome=status.value) if row.outcome == Stage.TRAINING else row for row in rows)
     state = "not finished" if status is RunStatus.RUNNING else status.value
     lines: list[RenderableType] = [
         Text.assemble((clean(history.name), "bold"), f" {state} after {_wall_time(history)}"),
@@ -262,8 +266,8 @@ def final_summary(
         JobGrid(
             settings=table.columns,
             metrics=table.metrics,
-            rows=table.rows,
-            notes=[row.explanation for row in table.rows],
+            rows=rows,
+            notes=[row.explanation for row in rows],
             note_name="why",
             max_rows=max_rows,
         ),
@@ -306,7 +310,7 @@ def _best_line(table: JobTable, history: RunHistory) -> Text:
         f" with validation loss {format_loss(best.best_validation_loss)}",
         f" (test {tested})" if tested else "",
         f", {metrics}" if metrics else "",
-        (f" ({best.label})", "dim"),
+        (f" ({best.label})" if best.label else "", "dim"),
         chosen,
         overflow="fold",
     )
