@@ -50,6 +50,24 @@ def test_a_plan_is_shown_and_nothing_is_run(task_file: Path):
     assert "measured now" in " ".join(CliRunner().invoke(app, ["plan", str(task_file), "--refresh"]).output.split())
 
 
+def test_a_plan_says_that_its_time_is_the_budget(task_file: Path):
+    def planned(*options: str) -> dict[str, object]:
+        [facts] = json.loads(CliRunner().invoke(app, ["plan", str(task_file), "--json", *options]).output)["tasks"]
+        return facts
+
+    budget_s = 0.99 * float(planned()["duration_s"])
+    budget = ("--set", f"search.budget.duration_s={budget_s}")
+    text = " ".join(CliRunner().invoke(app, ["plan", str(task_file), *budget]).output.split())
+    assert f"time: at most {format_duration(budget_s)} (search.budget)" in text
+    assert "early exit off" not in text
+    assert planned(*budget)["is_at_budget"]
+    enough = ("--set", f"search.budget.duration_s={10 * budget_s}")
+    assert not planned(*enough)["is_at_budget"]
+    text = " ".join(CliRunner().invoke(app, ["plan", str(task_file), *enough]).output.split())
+    assert "with early exit off" in text
+    assert "search.budget" not in text
+
+
 def test_a_plan_says_that_the_disk_may_be_too_small(task_file: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("alto.executor.profiling.disk.free_bytes", lambda folder: 2**10)
     found = json.loads(CliRunner().invoke(app, ["plan", str(task_file), "--json"]).output)["tasks"][0]

@@ -113,3 +113,23 @@ def test_what_is_marked_of_a_pair_is_what_is_trained(tmp_path: Path) -> None:
     assert facts["examples"][0]["rejected"] == [["so not<|end|>", True]]
     longest = facts["row_tokens"][2]
     assert longest < facts["examples"][0]["num_tokens"] < 2 * longest
+
+
+@pytest.mark.parametrize("keys", [["buyer.nam"], ["total", "buyer.nam"]])
+def test_a_key_that_no_reply_has_is_refused_with_the_nearest_one(tmp_path: Path, keys: list[str]) -> None:
+    path = tmp_path / "rows.jsonl"
+    reply = json.dumps({"buyer": {"name": "Ada", "city": "Oslo"}, "total": 3})
+    path.write_text(
+        "".join(json.dumps({"prompt": f"p{n}", "completion": reply}) + "\n" for n in range(12)), encoding="utf-8"
+    )
+    options = ("--set", f"select_by={{scorer: json, keys: {json.dumps(keys)}}}")
+    done = invoke(path, *options)
+    assert str(done.exception) == (
+        "select_by json: expected the key 'buyer.nam' in the JSON object of one reply at least, found it in none of 1; "
+        "did you mean 'buyer.name'? Correct keys, or remove select_by"
+    )
+    assert invoke(path, "--set", "select_by={scorer: json, keys: [buyer.name]}").exit_code == 0
+    without = write_rows(tmp_path / "texts.jsonl")
+    assert "select_by json: expected validation rows whose replies have a JSON value with buyer.name" in str(
+        invoke(without, "--set", "select_by={scorer: json, keys: [buyer.name]}").exception
+    )

@@ -228,6 +228,18 @@ def test_columns_of_no_form_are_told_those_of_pairs_where_pairs_are_meant() -> N
     assert said.endswith("{prompt: <its column>, chosen: <its column>, rejected: <its column>}, or rename the columns")
 
 
+def test_columns_of_no_form_may_be_texts_with_labels() -> None:
+    said = refusal({"question": "q", "tool": "search"})
+    assert said.endswith(
+        "such as {prompt: <its column>, completion: <its column>}, or rename the columns; to learn labels of texts, "
+        "set method: classification and columns: {text: <its column>, label: <its column>}"
+    )
+    with pytest.raises(DataFormatError) as of_labelled_replies:
+        find_layout([RawRow("r:1", {"question": "q", "tool": "x"})], "auto", {}, is_labelled=True)
+    for other in (str(of_labelled_replies.value), refusal({"question": "q"}, form="prompt_completion")):
+        assert "method: classification" not in other
+
+
 @pytest.mark.parametrize(
     ("row", "nearest"),
     [({"foo": "u", "bar": 1}, "text, label"), ({"premise": "u", "bar": 1, "labels": 2}, "premise, hypothesis, labels")],

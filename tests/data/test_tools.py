@@ -194,10 +194,11 @@ def test_a_template_that_takes_arguments_as_text_and_content_alone_is_given_thes
 
 def test_calls_that_the_template_does_not_show_are_never_trained_as_an_end_alone(tokenizer: Any) -> None:
     conversation = convert({"messages": [ASKED, calling(OSLO), RESULT, REPLY], "tools": [WEATHER]})
-    with pytest.raises(DataError, match=r"expected a chat template that shows calls.*'weather'.*leave such rows out"):
+    says = r"shows calls of tools, found that this one does not show .*'weather'.*: of this reply only.*leave such"
+    with pytest.raises(DataError, match=says):
         encode_conversation(conversation, tokenizer)
     tokenizer.chat_template = None
-    with pytest.raises(DataError, match="expected a chat template that shows calls"):
+    with pytest.raises(DataError, match=r"shows calls of tools, found none, so that nothing shows .*'weather'"):
         encode_conversation(conversation, tokenizer)
 
 
@@ -290,6 +291,18 @@ def test_what_nothing_reads_is_listed_once_with_counts(tmp_path: Path, tokenizer
         "of 3 messages), tool_call_id (of 3 of 3 messages).",
     )
     assert not any("nothing reads" in note or "does not show" in note for note in notes[2:])
+
+
+@pytest.mark.parametrize(
+    "row", [{"text": "warm", "label": "good"}, {"messages": [ASKED, REPLY], "labels": ["good"]}], ids=["text", "turns"]
+)
+def test_a_label_that_nothing_reads_names_the_method_that_does(tmp_path: Path, tokenizer: Any, row: Any) -> None:
+    (note, *_) = read(tmp_path, [row] * 12).encode(tokenizer).notes
+    column = list(row)[-1]
+    assert note == (
+        f"Columns that nothing reads: {column} (in 12 rows); assign one to a role with columns if it should be read; "
+        f"set method: classification (of numbers: regression) if {column} is to be learned."
+    )
 
 
 def test_what_the_template_reads_is_not_listed(tmp_path: Path, qwen: Any) -> None:

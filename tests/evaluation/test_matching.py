@@ -206,8 +206,12 @@ def test_only_the_named_keys_are_compared() -> None:
 
 def test_a_key_of_no_reference_is_refused() -> None:
     scoring = Scoring(scorer="json", keys=("total", "city.nmae"))
-    with pytest.raises(DataError, match=r"expected the key 'city.nmae' in the JSON object .* in none of 1"):
+    with pytest.raises(
+        DataError, match=r"the key 'city.nmae' in .* none of 1; did you mean 'city.name'\? Correct keys"
+    ):
         check_keys(scoring, [ORDER])
+    with pytest.raises(DataError, match=r"the key 'weather' in .* in none of 1; correct keys$"):
+        check_keys(Scoring(scorer="json", keys=("weather",)), [ORDER])
 
 
 CALL = '{"name": "weather", "arguments": {"city": "Oslo", "days": 2}}'

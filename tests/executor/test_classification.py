@@ -28,12 +28,12 @@ from alto.spec import Task
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 
 
-def reviews(folder: Path) -> Path:
+def reviews(folder: Path, name: str = "reviews.jsonl", *, seed: int = 0) -> Path:
     """48 short texts of two kinds."""
-    drawn = random.Random(0)
+    drawn = random.Random(seed)
     words = {"good": ["warm", "gripping", "a joy"], "bad": ["dull", "a mess", "too long"]}
     rows = [{"text": f"The film {n} is {drawn.choice(words[k])}.", "label": k} for n in range(24) for k in words]
-    path = folder / "reviews.jsonl"
+    path = folder / name
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 
@@ -43,6 +43,7 @@ def test_a_task_trains_to_its_end_and_peft_loads_its_best_adapter_with_the_same_
         model="alto-tiny",
         dataset=str(reviews(tmp_path)),
         validation_split=0.25,
+        test_dataset=str(reviews(tmp_path, "test.jsonl", seed=1)),
         task_type="SEQ_CLS",
         metric="macro_f1",
         batch_size=6,
@@ -61,6 +62,8 @@ def test_a_task_trains_to_its_end_and_peft_loads_its_best_adapter_with_the_same_
     assert {frozenset(event["metrics"]) for event in events} == {frozenset({"accuracy", "macro_f1"})}
     best = next(event for event in reversed(events) if event["job"] == result.best_job and event["is_best"])
     assert best["metrics"]["accuracy"] >= 0.9, "it learns"
+    assert set(best["test_metrics"]) == {"accuracy", "macro_f1"}
+    assert result.test_metrics == best["test_metrics"]
     folder = run_dir.job(result.best_job, "best")
     assert json.loads((folder / "adapter_config.json").read_text())["task_type"] == "SEQ_CLS"
     backbone, data = load_tiny(task)
@@ -69,11 +72,18 @@ def test_a_task_trains_to_its_end_and_peft_loads_its_best_adapter_with_the_same_
     model = PeftModel.from_pretrained(
         as_classifier(random_llama(len(backbone.tokenizer)), data.validation.label_set), folder
     )
+    assert data.test is not None
+    assert data.test.classes is not None
     with torch.no_grad():
         losses = [
             model(input_ids=ids[None], labels=torch.tensor([label])).loss.item()
             for ids, label in zip(data.validation.input_ids, data.validation.classes, strict=True)
         ]
+        right = [
+            int(model(input_ids=ids[None]).logits.argmax()) == label
+            for ids, label in zip(data.test.input_ids, data.test.classes, strict=True)
+        ]
+    assert best["test_metrics"]["accuracy"] == pytest.approx(sum(right) / len(right))
     assert losses == pytest.approx(best["loss_rows"], rel=1e-3, abs=1e-5)
     check = PeftCheck(backbone)(folder)
     assert (check.status, check.why) == ("equal", "")

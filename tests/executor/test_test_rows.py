@@ -43,7 +43,7 @@ def run(folder: Path, data: TaskData, jobs: Any = JOBS, **settings: Any) -> tupl
 
 def facts(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Everything that was trained and decided, without the time, the data's digest and what was tested."""
-    left = ("seq", "time", "duration_s", "test_loss", "test_rows", "data", "values")
+    left = ("seq", "time", "duration_s", "test_loss", "test_rows", "test_metrics", "data", "values")
     return [{key: value for key, value in event.items() if key not in left} for event in events]
 
 

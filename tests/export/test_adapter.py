@@ -153,7 +153,8 @@ def test_the_card_of_a_model_that_reads_images_names_its_class(result: TaskOutco
 def chosen_by_accuracy(result: TaskOutcome) -> TaskOutcome:
     metrics = {"reward_accuracy": 0.715, "reward_margin": 0.21, "kl": float("nan")}
     loser, winner = result.jobs
-    jobs = (loser, replace(winner, best_metrics=metrics))
+    tested = {"reward_accuracy": 0.625, "kl": float("nan")}
+    jobs = (loser, replace(winner, best_metrics=metrics, test_loss=1.5, test_metrics=tested))
     return replace(result, jobs=jobs, metric="reward_accuracy", best_metrics=metrics)
 
 
@@ -172,9 +173,11 @@ def test_what_was_measured_beside_the_loss_goes_with_the_adapter(
     metrics = json.loads((folder / "metrics.json").read_text())
     assert metrics["metric"] == "reward_accuracy"
     assert metrics["metrics"] == {"reward_accuracy": 0.715, "reward_margin": 0.21, "kl": "nan"}
+    assert metrics["test_metrics"] == {"reward_accuracy": 0.625, "kl": "nan"}
     card = (folder / "README.md").read_text(encoding="utf-8")
     assert "2 configurations by reward accuracy, validation loss 1.2346 (mean over pairs)\nat step 20 of 30" in card
-    measured, settings = card.split("```\n\n")[1].split("\n\n")
+    measured, tested, settings = card.split("```\n\n")[1].split("\n\n")
+    assert "| measured on the test rows | value |\n|---|---|\n| reward accuracy | 62.5 % |" in tested
     assert "| measured on the validation rows | value |\n|---|---|\n| reward accuracy | 71.5 % |" in measured
     assert "| reward margin | 0.2100 |" in measured
     assert "| r | 8 |" in settings

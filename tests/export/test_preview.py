@@ -75,6 +75,17 @@ def test_escapes_are_shown_and_never_sent() -> None:
     assert "⟦[red]x[/red]\\x1b]0;t\\x07⟧" in drawn
 
 
+def test_a_text_with_a_label_has_no_trained_tokens() -> None:
+    example = PreviewExample(num_tokens=3, segments=(("warm", False),), label="good")
+    drawn = draw(
+        make(form="text_classification", columns={"text": "text", "label": "label"}, examples=(example,)), marked=True
+    )
+    assert "The first examples as the model sees them, each with the label that it is trained to predict." in drawn
+    assert "trained:" not in drawn
+    assert "⟦" not in drawn
+    assert "--- example 1, 3 tokens\nwarm\n--- label: good\n" in drawn
+
+
 def test_a_pair_is_drawn_as_its_prompt_and_two_replies() -> None:
     example = PreviewExample(
         num_tokens=9,

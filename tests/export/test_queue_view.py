@@ -101,6 +101,18 @@ def test_one_slot_and_one_task_are_singular():
     assert console.file.getvalue().startswith("0 of 1 task done on 1 CPU slot: ")
 
 
+def test_a_task_of_a_queue_that_nobody_works_on_is_interrupted():
+    progress = QueueProgress()
+    for each in entries(RESUMED[:2]):
+        progress.apply(each)
+    drawn = {}
+    for is_live in (True, False):
+        console = Console(file=io.StringIO(), width=120)
+        console.print(queue_summary(progress, is_live=is_live))
+        [drawn[is_live]] = [line.split() for line in console.file.getvalue().splitlines() if line.startswith(" a ")]
+    assert (drawn[True][1], drawn[False][1]) == ("running", "interrupted")
+
+
 def measuring(time: float, **more: Any) -> dict[str, Any]:
     return {"event": "measuring", "time": time, "task": "a", "model": "tiny", **more}
 

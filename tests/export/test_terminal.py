@@ -8,7 +8,9 @@ from journals import entries, entry
 from rich.cells import cell_len
 from rich.console import Console
 
+from alto.export.notebook import result_html
 from alto.export.plain import PlainView
+from alto.export.report import report_page
 from alto.export.terminal import LiveView, final_summary, open_view
 from alto.export.wording import format_duration
 from alto.runs import RunHistory
@@ -72,6 +74,22 @@ def test_what_the_best_was_chosen_by_and_what_it_measured_is_said(preference_run
     target = console()
     target.print(final_summary(RunHistory.of(entries(preference_run[:-4]))))
     assert "best so far: a with validation loss 0.4000, reward accuracy 61 %" in target.file.getvalue()
+
+
+def test_the_metrics_on_test_rows_stand_beside_their_loss(preference_run, tmp_path):
+    best = next(one for one in preference_run if (one["event"], one.get("job"), one.get("step")) == ("eval", "c", 10))
+    best |= {"test_loss": 0.7, "test_metrics": {"reward_accuracy": 0.5, "kl": 0.1}}
+    said = "0.7000, reward accuracy 50 %"
+    assert f"best by reward accuracy: c with validation loss 0.6000 (test {said})" in "\n".join(screen(preference_run))
+    history, lines = RunHistory.of(entries(preference_run)), io.StringIO()
+    with PlainView(lines) as view:
+        for entry in entries(preference_run):
+            view.observe(entry)
+    assert f", test loss {said};" in lines.getvalue().splitlines()[-1]
+    assert f"(test {said})" in result_html(history, str(tmp_path))
+    assert f"; {said} on test rows" in report_page(tmp_path, history)
+    del best["test_metrics"]
+    assert "(test 0.7000)" in "\n".join(screen(preference_run)), "a journal without them"
 
 
 def test_live_screen_tells_the_state(small_run):
@@ -325,6 +343,30 @@ def test_a_run_that_lasts_shows_how_long_it_takes_and_how_fast_it_is(small_run):
         target = console()
         target.print(final_summary(history, **options))
         assert "left" not in target.file.getvalue()
+
+
+def test_a_job_of_a_run_that_nobody_works_on_is_interrupted(small_run):
+    def stages(**options):
+        target = console()
+        target.print(final_summary(RunHistory.of(entries(small_run[:11])), **options))
+        return re.findall(r"^. [a-d] +[\d.e-]+ +\d +(\w+)", target.file.getvalue(), re.MULTILINE)
+
+    assert stages() == ["parked", "diverging", "training", "training"]
+    assert stages(is_live=False) == ["parked", "diverging", "interrupted", "interrupted"]
+
+
+def test_the_name_of_a_lone_configuration_is_said_once(small_run, tmp_path):
+    start, *events = small_run
+    alone = [{**start, "jobs": start["jobs"][-1:]}, *(event for event in events if event.get("job", "d") == "d")]
+    alone = [event for event in alone if event["event"] != "rung"]
+    target = console()
+    target.print(final_summary(RunHistory.of(entries(alone))))
+    [line] = [line for line in target.file.getvalue().splitlines() if line.startswith("best")]
+    assert "d with validation loss" in line
+    assert "(d)" not in line
+    page = report_page(tmp_path, RunHistory.of(entries(alone)))
+    assert '<dd>d</dd>\n<dd class="detail">d</dd>' not in page
+    assert "<b>d</b><br>d" not in page
 
 
 def test_a_line_of_numbers_is_never_cut_in_the_middle_of_one(small_run):

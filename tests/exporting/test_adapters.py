@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from exported import adapter_logits, apart, save_adapter, save_base
 from moe_models import build_mixture, random_adapter
@@ -16,7 +18,7 @@ from transformers import AutoTokenizer
 
 import alto
 from alto.errors import RunNotFoundError, SpecError
-from alto.lora import vllm_rank
+from alto.lora import HEAD, AdapterWeights, read_saved_adapter, vllm_obstacle, vllm_rank
 
 pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]
 
@@ -61,8 +63,11 @@ def test_the_rank_of_the_command_is_one_that_vllm_allows() -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"use_dora": True}, "an adapter of low-rank matrices alone, which is what vLLM reads, found more in"),
-        ({"modules_to_save": ["lm_head"]}, "an adapter of low-rank matrices alone"),
+        (
+            {"use_dora": True},
+            "an adapter of low-rank matrices alone, which is what vLLM reads, found magnitudes (use_dora) in ",
+        ),
+        ({"modules_to_save": ["lm_head"]}, "found whole modules (modules_to_save) in "),
         ({"target_modules": ["q_proj", "k_proj"], "rank_pattern": {"k_proj": 2}}, "one rank and one scale"),
     ],
 )
@@ -74,6 +79,16 @@ def test_what_vllm_cannot_serve_is_said_instead_of_a_command(
     (note,) = result.notes
     assert said in note
     assert note.endswith("--merged makes a model that it serves.")
+
+
+def test_every_kind_of_tensor_is_named_as_what_vllm_cannot_serve(base: Path, tmp_path: Path) -> None:
+    adapter = read_saved_adapter(save_adapter(base, tmp_path / "mine"))
+    extras = {HEAD: torch.zeros(2, 8), "model.layers.0.self_attn.q_proj.bias": torch.zeros(8)}
+    with_head = replace(adapter, weights=AdapterWeights(adapter.weights, extras))
+    assert vllm_obstacle(with_head) == (
+        "an adapter of low-rank matrices alone, which is what vLLM reads",
+        f"a classification head and biases (bias) in {adapter.folder}",
+    )
 
 
 def test_experts_that_vllm_reads_one_by_one_are_said(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ EVENTS: tuple[Any, ...] = (
     TrainSteps(job="b", first_step=1, losses=(2.6, 2.2, 1.8, 1.6)),
     evaluation("a", 2, 2.0, is_best=True, test_loss=2.125, metrics={"accuracy": 0.25}),
     evaluation("a", 3, 2.25, is_best=False, metrics={"accuracy": 0.375}),
-    evaluation("b", 2, 1.25, is_best=True, test_loss=1.375, metrics={"accuracy": 0.5}),
+    evaluation("b", 2, 1.25, is_best=True, test_loss=1.375, metrics={"accuracy": 0.5}, test_metrics={"accuracy": 0.25}),
     evaluation("b", 4, 1.5, is_best=False, metrics={"accuracy": 0.75}),
     JobExited(
         job="a",
@@ -111,7 +111,14 @@ def test_the_table_of_jobs() -> None:
     facts = {"best_step": 2, "total_steps": 10, "samples_budgeted": 80}
     assert rows_of(frame) == [
         facts
-        | {"job": "b", "best_validation_loss": 1.25, "test_loss": 1.375, "accuracy": 0.5, "steps": 10}
+        | {
+            "job": "b",
+            "best_validation_loss": 1.25,
+            "test_loss": 1.375,
+            "test_accuracy": 0.25,
+            "accuracy": 0.5,
+            "steps": 10,
+        }
         | {"samples_trained": 80, "learning_rate": 2e-3, "seed": 2},
         facts
         | {"job": "a", "best_validation_loss": 2.0, "test_loss": 2.125, "accuracy": 0.25, "steps": 3}
@@ -130,7 +137,7 @@ def test_the_table_of_curves() -> None:
         row("a", 2, 2.0, test_loss=2.125, accuracy=0.25),
         row("a", 3, 2.25, accuracy=0.375),
         row("b", 0, 3.0),
-        row("b", 2, 1.25, test_loss=1.375, accuracy=0.5),
+        row("b", 2, 1.25, test_loss=1.375, test_accuracy=0.25, accuracy=0.5),
         row("b", 4, 1.5, accuracy=0.75),
     ]
 
@@ -219,6 +226,7 @@ OUTCOME = TaskOutcome(
     metric="accuracy",
     best_metrics={"reward_accuracy": 0.5},
     test_loss=1.375,
+    test_metrics={"reward_accuracy": 0.25},
     finalists=(FinalistScore(job="b", num_questions=3, mean=0.5, rows=(1.0, 0.0, 0.5)),),
     scorer="exact_match",
     scorer_failure="it failed",
@@ -249,6 +257,7 @@ def test_a_comparison_has_every_fact_of_both_runs() -> None:
         "best_job": "a",
         "refit_of": "",
         "test_loss": None,
+        "test_metrics": {},
         "best_metrics": {"accuracy": 0.75},
         "duration_s": 9.0,
         "jobs": (job_result("a", config={"r": 4, "learning_rate": 1e-3}),),
@@ -263,6 +272,7 @@ def test_a_comparison_has_every_fact_of_both_runs() -> None:
         "refit of": ("runs/first", None),
         "test loss": (1.375, None),
         "reward accuracy": (0.5, None),
+        "test reward accuracy": (0.25, None),
         "jobs": (2, 1),
         "samples trained": (104, 24),
         "samples saved": (pytest.approx(0.35), pytest.approx(0.7)),

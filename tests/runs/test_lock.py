@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,7 @@ import pytest
 from alto.errors import RunBusyError
 from alto.runs import Answer, Journal, Mailbox, RunDir, read_entries, read_events
 from alto.runs.events import CheckpointSaved
-from alto.runs.lock import LockFile
+from alto.runs.lock import LockFile, scratch_folder
 
 
 @pytest.fixture
@@ -141,3 +144,42 @@ def test_who_may_only_read_sees_whether_somebody_works_on_the_run(run: RunDir, m
         with run.locked() if is_held else contextlib.nullcontext(), monkeypatch.context() as patch:
             patch.setattr(os, "open", only_read)
             assert RunDir(run.root).is_locked() is is_held
+
+
+HOLDER = """
+import sys
+from alto.runs.lock import scratch_folder
+with scratch_folder("alto-test-") as folder:
+    print(folder, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_the_folders_of_killed_processes_are_removed_by_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    holders = [
+        subprocess.Popen(
+            [sys.executable, "-c", HOLDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env={**os.environ, "TMPDIR": str(tmp_path)},
+        )
+        for _ in range(3)
+    ]  # fmt: skip
+    folders = [Path(holder.stdout.readline().strip()) for holder in holders if holder.stdout is not None]
+    old, new, live = folders
+    for holder in holders[:2]:
+        holder.kill()
+        holder.communicate()
+    for folder in (old, live):
+        (file,) = folder.iterdir()
+        os.utime(file, (0, 0))
+    with scratch_folder("alto-test-") as folder:
+        assert folder.is_dir()
+        assert not old.exists()
+        assert new.exists(), "its process may be about to lock it"
+        assert live.exists()
+    assert not folder.exists()
+    holders[2].communicate("")
+    assert holders[2].returncode == 0
+    assert not live.exists()

@@ -138,6 +138,7 @@ def _facts(run: RunDir, history: RunHistory, *, is_live: bool, now: float) -> di
         "best_validation_loss": best.best_validation_loss if best else None,
         "best_metrics": dict(best.best_metrics) if best else {},
         "test_loss": best.best_test_loss if best else None,
+        "test_metrics": dict(best.best_test_metrics) if best else {},
         "scorer": history.scorer or None,
         "scorer_failure": history.scorer_failure or None,
         "finalists": [score.summary() for score in history.finalists],
@@ -176,6 +177,7 @@ def _facts(run: RunDir, history: RunHistory, *, is_live: bool, now: float) -> di
                 "best_validation_loss": job.best_validation_loss,
                 "best_metrics": dict(job.best_metrics),
                 "test_loss": job.best_test_loss,
+                "test_metrics": dict(job.best_test_metrics),
                 "origin": job.origin,
                 "config": dict(job.config),
             }

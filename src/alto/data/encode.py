@@ -299,10 +299,11 @@ class Encoder:
                 calls = [turn for turn in conversation if turn.is_trained and name == "tool_calls"]
                 bare = next((turn for turn in calls if not turn.content.strip() and name in turn.other_keys()), None)
                 if bare is not None:
+                    found = "none, so that nothing shows" if self._template is None else "that this one does not show"
                     raise ConversationError(
-                        "expected a chat template that shows calls of tools, found one (or none) that leaves out "
-                        f"{quoted(bare.other_keys()[name])}, all that a reply consists of, so that only its end would "
-                        f"be trained; {tools_remedy(self._tokenizer)}"
+                        f"expected a chat template that shows calls of tools, found {found} "
+                        f"{quoted(bare.other_keys()[name])}: of this reply only the end would be trained; "
+                        f"{tools_remedy(self._tokenizer)}"
                     )
 
     def _shows(self, conversation: Conversation) -> str | None:

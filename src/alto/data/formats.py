@@ -336,9 +336,12 @@ def _no_form(row: RawRow, candidates: Sequence[Layout], form: str) -> DataFormat
         for layouts in by_form.values()
     ]
     other = " (docs/data.md lists other names of columns)" if len(shown) < len(candidates) else ""
+    is_settled = is_paired or any(layout.is_labelled or layout.is_classified for layout in candidates)
+    classified = "set method: classification and columns: {text: <its column>, label: <its column>}"
     return DataFormatError(
         f"{row.where}: expected {what}: {_either(shown)}{other}; found {listed(row.values)}; name roles with "
         f"columns, such as {{{example}}}, or rename the columns"
+        + (f"; to learn labels of texts, {classified}" if form == "auto" and not is_settled else "")
     )
 
 

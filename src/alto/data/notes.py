@@ -115,12 +115,18 @@ def test_notes(num_rows: int, num_known: int) -> list[str]:
     ]
 
 
-def unread_notes(columns: Mapping[str, int], unread: Sequence[Unread], tokenizer: Any) -> list[str]:
-    """Notices about parts of the rows that are not used in training."""
+def unread_notes(columns: Mapping[str, int], unread: Sequence[Unread], tokenizer: Any, form: str) -> list[str]:
+    """Notices about parts of the rows, of the form ``form``, that are not used in training."""
     notes = []
     if columns:
+        label = next((name for name in ("label", "labels") if name in columns), None)
+        is_text = form in ("text", "messages", "sharegpt")
+        way = f"; set method: classification (of numbers: regression) if {label} is to be learned"
         listed = ", ".join(f"{quoted(name)[1:-1]} (in {_counted(count, 'row')})" for name, count in columns.items())
-        notes.append(f"Columns that nothing reads: {listed}; assign one to a role with columns if it should be read.")
+        notes.append(
+            f"Columns that nothing reads: {listed}; assign one to a role with columns if it should be read"
+            f"{way if label is not None and is_text else ''}."
+        )
     if unread:
         parts = ", ".join(map(_unread, unread))
         advice = f"; {tools_remedy(tokenizer)}" if any(part.what == "tool_calls" for part in unread) else ""

@@ -158,7 +158,7 @@ class TaskRows:
                 *mixture_notes(train, validation),
                 *label_notes(train, validation),
                 *(bad.note for bad in self.bad_rows),
-                *unread_notes(self.unread_columns, train.unread, tokenizer),
+                *unread_notes(self.unread_columns, train.unread, tokenizer, self.layout.form),
                 *reading_notes(len(self.validation), num_shared),
                 *test_notes(len(self.test or ()), num_known_test),
                 *about_tokenizer,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +28,7 @@ from alto.runs import (
     read_history,
     read_intact_entries,
     resume_command,
+    scratch_folder,
     task_outcome,
 )
 from alto.runs.events import CheckpointSaved, MeasuringBegun, TaskRelayed, TaskResumed
@@ -81,8 +81,8 @@ class LaunchedRunner:
 
     def plan(self, task: Task, *, refresh: bool) -> TaskPlan:
         """What ``task`` takes, measured by its ranks."""
-        with tempfile.TemporaryDirectory(prefix="alto-plan-") as folder:
-            run_dir = RunDir(Path(folder) / "run")
+        with scratch_folder("alto-plan-") as folder:
+            run_dir = RunDir(folder / "run")
             run_dir.begin(portable(task))
             ended, _ = self._launch(PLAN_ANEW if refresh else PLAN, run_dir, task)
             if ended.outcome is Outcome.FINISHED:
@@ -128,9 +128,9 @@ class LaunchedRunner:
             how_far=lambda: how_far(run_dir),
         )
         with (
-            tempfile.TemporaryDirectory(prefix="alto-control-") as folder,
+            scratch_folder("alto-control-") as folder,
             contextlib.closing(open_cluster("local", total_gpus=task.num_gpus)) as cluster,
-            Journal(Path(folder) / "journal.jsonl") as journal,
+            Journal(folder / "journal.jsonl") as journal,
         ):
             queue = Queue(cluster.nodes, _SETTINGS, lambda problem, hint: schedule_tasks(problem, method="fifo"))
             with Controller(

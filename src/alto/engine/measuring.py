@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ from alto.engine.estimates import base_key, estimate_of, known_estimate, remembe
 from alto.engine.work import PLAN, PLAN_ANEW, PLAN_FILE
 from alto.errors import ProfileError
 from alto.records import TaskEstimate, TaskPlan
-from alto.runs import Journal, JournalEntry, RunDir
+from alto.runs import Journal, JournalEntry, RunDir, scratch_folder
 from alto.runs.events import MeasuringBegun, TaskRelayed
 from alto.scheduler import schedule_tasks
 from alto.scheduler.queue import Queue, QueueSettings
@@ -69,8 +68,7 @@ class Measurement:
 
     def _measure(self, tasks: Mapping[str, Task]) -> dict[int, TaskEstimate]:
         told = deque[JournalEntry]()  # filled on the thread of the controller
-        with tempfile.TemporaryDirectory(prefix="alto-plan-") as temporary:
-            folder = Path(temporary)
+        with scratch_folder("alto-plan-") as folder:
             queue = Queue(
                 self.cluster.nodes, _ONE_ATTEMPT, lambda problem, hint: schedule_tasks(problem, method="fifo")
             )

@@ -7,6 +7,7 @@ from dataclasses import replace
 from alto.backbone import build_skeleton, limits_of, load_config, load_tokenizer
 from alto.data import preview_rows, read_task_rows
 from alto.engine.start import with_start, with_targets
+from alto.evaluation import usable_rows
 from alto.executor import model_notes
 from alto.records import DataPreview
 from alto.spec import Task
@@ -31,6 +32,8 @@ def preview_data(task: Task, *, num_rows: int) -> DataPreview:
         AltoError: What is wrong with the data, or with the model's tokenizer.
     """
     rows = read_task_rows(task)
+    if task.select_by != "metric":
+        usable_rows(rows.validation, task.select_by)
     tokenizer = load_tokenizer(task.base_model)
     limits = limits_of(load_config(task.base_model))
     return preview_rows(rows, tokenizer, task, num_rows=num_rows, limits=limits)

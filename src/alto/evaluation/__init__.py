@@ -1,6 +1,6 @@
 """Evaluates adapters on held-out rows: loss, exact match, preference, samples of generations."""
 
-from alto.evaluation.finalists import FinalistJudge
+from alto.evaluation.finalists import FinalistJudge, usable_rows
 from alto.evaluation.measure import OnProgress, measure
 from alto.evaluation.metrics_file import add_evaluation, check_metrics
 from alto.evaluation.peft_check import PeftCheck
@@ -28,4 +28,5 @@ __all__ = [
     "check_metrics",
     "find_target",
     "measure",
+    "usable_rows",
 ]

@@ -15,13 +15,13 @@ from alto.evaluation.adapter import loaded_adapters
 from alto.evaluation.choices import Choices, options_of
 from alto.evaluation.guarded import Guard, failure_text
 from alto.evaluation.scorers import OnTurn, ScorerFailedError
-from alto.evaluation.scoring import check_references, needed_of, scorable, scorer_of
+from alto.evaluation.scoring import check_key_names, check_references, needed_of, scorable, scorer_of
 from alto.evaluation.written import WrittenAnswers
 from alto.lora import ServedAdapters, read_saved_adapter
 from alto.records import Judgement
 from alto.spec import Scoring
 
-__all__ = ["EVAL_ACCURACY", "FinalistJudge"]
+__all__ = ["EVAL_ACCURACY", "FinalistJudge", "usable_rows"]
 
 EVAL_ACCURACY = "eval_accuracy"
 """What ``select_by`` calls exact match where the most right answers win."""
@@ -60,9 +60,8 @@ class FinalistJudge:
         model: str,
         select_by: str | Scoring = EVAL_ACCURACY,
     ) -> None:
-        scoring = select_by if isinstance(select_by, Scoring) else Scoring(scorer="exact_match")
-        self._name = EVAL_ACCURACY if isinstance(select_by, str) else scoring.scorer
-        used = _usable(rows, scoring, self._name)[: scoring.num_rows]
+        scoring, self._name = _named(select_by)
+        used = usable_rows(rows, select_by)[: scoring.num_rows]
         try:
             self._answers = _answers(used, scoring, backbone)
         except DataError as error:
@@ -119,8 +118,17 @@ class FinalistJudge:
         return [tuple(float(f"{score:.6g}") for score in of_job) for of_job in scores]
 
 
-def _usable(rows: Sequence[Conversation | Pair | LabelledText], scoring: Scoring, name: str) -> list[Conversation]:
-    """The rows that the scorer can use."""
+def usable_rows(rows: Sequence[Conversation | Pair | LabelledText], select_by: str | Scoring) -> list[Conversation]:
+    """The validation rows that the scorer of ``select_by`` can use.
+
+    Raises:
+        DataError: There is none, or a key to compare is in none.
+    """
+    scoring, name = _named(select_by)
+    try:
+        check_key_names(rows, scoring)
+    except DataError as error:
+        raise DataError(f"select_by {name}: {error}, or remove select_by") from error
     used = scorable(rows, scoring)
     if not used:
         raise DataError(
@@ -128,6 +136,13 @@ def _usable(rows: Sequence[Conversation | Pair | LabelledText], scoring: Scoring
             f"{len(rows)}; add such rows, or remove select_by"
         )
     return used
+
+
+def _named(select_by: str | Scoring) -> tuple[Scoring, str]:
+    """The scorer of ``select_by`` with its settings, and its name in messages."""
+    if isinstance(select_by, Scoring):
+        return select_by, select_by.scorer
+    return Scoring(scorer="exact_match"), EVAL_ACCURACY
 
 
 def _answers(rows: Sequence[Conversation], scoring: Scoring, backbone: Backbone) -> _Answers:

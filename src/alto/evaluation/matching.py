@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import operator
 import re
@@ -101,9 +102,11 @@ def check_keys(scoring: Scoring, references: Sequence[str]) -> None:
     found = {key for reference in references for key in _json_in(reference, keys=scoring.keys) or ()}
     for key in scoring.keys:
         if key not in found:
+            present = {name for reference in references for name in _names(_json_in(reference, keys=None))}
+            near = difflib.get_close_matches(key, sorted(present), n=1)
             raise DataError(
                 f"expected the key {key!r} in the JSON object of one reply at least, found it in none of "
-                f"{len(references)}; correct keys"
+                f"{len(references)}; {f'did you mean {near[0]!r}? Correct' if near else 'correct'} keys"
             )
 
 
@@ -170,6 +173,14 @@ def _at(value: Any, key: str) -> list[Any]:
         return [value[key]]
     first, dot, rest = key.partition(".")
     return _at(value.get(first), rest) if dot else []
+
+
+def _names(value: Any, prefix: str = "") -> Iterator[str]:
+    """Every key that :func:`_at` finds in ``value``."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield f"{prefix}{key}"
+            yield from _names(inner, f"{prefix}{key}.")
 
 
 def _json_values(text: str) -> Iterator[Any]:

@@ -23,7 +23,7 @@ from alto.evaluation.matching import matching_of
 from alto.evaluation.predictions import predictions_of
 from alto.evaluation.prompts import Prompt, prompts_of
 from alto.evaluation.scorers import ScorerFailedError
-from alto.evaluation.scoring import check_references, needed_of, scorable, scorer_of
+from alto.evaluation.scoring import check_key_names, check_references, needed_of, scorable, scorer_of
 from alto.evaluation.settings import EvaluationSettings
 from alto.evaluation.target import BASE
 from alto.evaluation.vllm import complete_with_vllm
@@ -367,6 +367,10 @@ def _check_scorable(conversations: Sequence[Conversation], scoring: Scoring, tok
     Raises:
         DataError: One cannot.
     """
+    try:
+        check_key_names(conversations, scoring)
+    except DataError as error:
+        raise DataError(f"{scoring.scorer}: {error}") from error
     for number, row in enumerate(conversations, start=1):
         if not scorable([row], scoring):
             raise DataError(

@@ -15,7 +15,7 @@ from alto.evaluation.python_scorer import PythonScorer
 from alto.evaluation.scorers import Scorer
 from alto.spec import Scoring
 
-__all__ = ["check_references", "needed_of", "scorable", "scorer_of"]
+__all__ = ["check_key_names", "check_references", "needed_of", "scorable", "scorer_of"]
 
 
 def scorer_of(scoring: Scoring) -> Scorer:
@@ -50,6 +50,16 @@ def scorable(rows: Sequence[Conversation | Pair | LabelledText], scoring: Scorin
             assert not isinstance(row, Pair | LabelledText)
             found.append(row)
     return found
+
+
+def check_key_names(rows: Sequence[Conversation | Pair | LabelledText], scoring: Scoring) -> None:
+    """Check that every key to compare is in a reply with a JSON value, where there are such replies.
+
+    Raises:
+        DataError: One is in none.
+    """
+    if scoring.keys and (with_values := scorable(rows, Scoring(scorer="json"))):
+        check_keys(scoring, [_reference(row, scoring) for row in with_values])
 
 
 def check_references(rows: Sequence[Conversation], scoring: Scoring, tokenizer: Any) -> None:

@@ -147,7 +147,7 @@ class JournalRecorder:
         Args:
             job: The job; its last adapter is the one that counts.
             slot: The one that it has left.
-            test: Loss on the test rows; None where it was not measured.
+            test: Loss and metrics on the test rows; None where they were not measured.
         """
         self._journal.append(
             JobCompleted(
@@ -158,6 +158,7 @@ class JournalRecorder:
                 best_validation_loss=None,
                 samples_trained=job.samples_until(job.step),
                 test_loss=None if test is None else test.loss,
+                test_metrics={} if test is None else test.metrics,
             )
         )
 
@@ -377,7 +378,9 @@ def describe_job(job: JobState) -> JobDescription:
 
 
 def _test_facts(test: Evaluated | None) -> dict[str, Any]:
-    return {} if test is None else {"test_loss": test.loss, "test_rows": _compact(test.rows_of(LOSS))}
+    if test is None:
+        return {}
+    return {"test_loss": test.loss, "test_rows": _compact(test.rows_of(LOSS)), "test_metrics": test.metrics}
 
 
 def _compact(rows: Sequence[float]) -> tuple[float, ...]:

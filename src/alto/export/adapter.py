@@ -111,7 +111,8 @@ def _metrics(result: TaskOutcome) -> dict[str, Any]:
         "metric": result.metric,
         **_worth(result),
         **({} if best.test_loss is None else {"test_loss": _strict(best.test_loss)}),
-        "metrics": {name: _strict(value) for name, value in best.best_metrics.items()},
+        **({"test_metrics": _strict_values(best.test_metrics)} if best.test_metrics else {}),
+        "metrics": _strict_values(best.best_metrics),
         "step": best.best_step,
         "total_steps": best.total_steps,
         "num_jobs": len(result.jobs),
@@ -130,6 +131,10 @@ def _worth(result: TaskOutcome) -> dict[str, Any]:
     if result.refit_of:
         return {"refit_of": result.refit_of}
     return {"validation_loss": _best(result).best_validation_loss}
+
+
+def _strict_values(metrics: Mapping[str, float]) -> dict[str, float | str]:
+    return {name: _strict(value) for name, value in metrics.items()}
 
 
 def _strict(value: float) -> float | str:
@@ -167,8 +172,11 @@ class _Card:
     def text(self, result: TaskOutcome, base_model: str) -> str:
         """The card of the best adapter of ``result``."""
         best = _best(result)
-        measured = {metric_name(name): format_metric(name, value) for name, value in best.best_metrics.items()}
-        tables = {"measured on the validation rows": measured, "setting": best.config}
+        tables = {
+            "measured on the validation rows": _written(best.best_metrics),
+            "measured on the test rows": _written(best.test_metrics),
+            "setting": best.config,
+        }
         shown = "\n".join(_table(heading, rows) for heading, rows in tables.items() if rows)
         origin = self._origin(result)
         named = "" if is_object_name(base_model) else base_model
@@ -239,6 +247,10 @@ def _warning(result: TaskOutcome) -> str:
 
 def _best(result: TaskOutcome) -> JobResult:
     return next(job for job in result.jobs if job.job == result.best_job)
+
+
+def _written(metrics: Mapping[str, float]) -> dict[str, str]:
+    return {metric_name(name): format_metric(name, value) for name, value in metrics.items()}
 
 
 def _table(heading: str, rows: Mapping[str, Any]) -> str:

@@ -120,7 +120,7 @@ def _curves(histories: Sequence[RunHistory], names: Sequence[str]) -> CurveFigur
             continue
         losses = [point.validation_loss for point in best.evaluations]
         curves[role] = losses
-        label = next(row.label for row in job_table(history).rows if row.is_best)
+        label = next(row.label or row.job for row in job_table(history).rows if row.is_best)
         traces.append(
             {
                 "type": "scatter",

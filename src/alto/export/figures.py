@@ -399,7 +399,7 @@ def _drawing_order(role: str) -> tuple[int, str]:
 
 
 def _hover_name(job: str, label: str) -> str:
-    return f"<b>{html.escape(job)}</b><br>{html.escape(label)}"
+    return f"<b>{html.escape(job)}</b>" + (f"<br>{html.escape(label)}" if label else "")
 
 
 def _time_unit(duration_s: float) -> tuple[float, str]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from alto.export.choice import choice_notes
 from alto.export.figures import VALIDATION_LOSS, CurveFigure, View, curve_figure
-from alto.export.metrics import loss_unit
+from alto.export.metrics import describe_test, loss_unit
 from alto.export.pages import render_fragment
 from alto.export.tables import job_table
 from alto.export.wording import describe_refit, describe_task, format_share
@@ -45,6 +45,7 @@ def result_html(history: RunHistory, run_dir: str) -> str:
         notes=choice_notes(history),
         table=table,
         rows=table.rows[:_MAX_ROWS],
+        tested="" if history.best is None else describe_test(history, history.best),
         drawing=None if figure.view is None else _drawing(figure, figure.view),
         loss_unit=loss_unit(history.method),
         run_dir=run_dir,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import IO
 
 from alto.export.choice import choice_notes
-from alto.export.metrics import format_metric, metric_name
+from alto.export.metrics import describe_test, format_metric, metric_name
 from alto.export.samples import describe_samples
 from alto.export.tables import explain_exit
 from alto.export.wording import (
@@ -263,8 +263,9 @@ class PlainView:
         history, best = self.history, self.history.best
         outcome = f"best {self._worth(best)}: {self._name(best)}" if best is not None else "no usable job"
         if history.refit is not None and best is not None:
-            tested = f", test loss {format_loss(best.best_test_loss)}" if best.best_test_loss is not None else ""
-            outcome = f"{describe_refit(history.refit)}{tested}"
+            outcome = describe_refit(history.refit)
+        if best is not None and (tested := describe_test(history, best)):
+            outcome += f", test loss {tested}"
         for note in choice_notes(history):
             self._say(f"note: {clean(note)}")
         self._say(

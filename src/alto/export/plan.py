@@ -51,9 +51,12 @@ def plan_text(plan: TaskPlan, *, price_per_hour: float | None = None) -> Rendera
         + f"; at most {_size(plan.peak_bytes)}"
     )
     most, expected = (None, None) if price_per_hour is None else plan.cost(price_per_hour)
-    time = [("time", f"{_priced(plan.duration_s, most)} with early exit off")]
+    longest_time = f"{_priced(plan.duration_s, most)} with early exit off"
+    if plan.is_at_budget:
+        longest_time = f"{_priced(plan.duration_s, most, 'at most')} (search.budget)"
+    time = [("time", longest_time)]
     if plan.expected_duration_s < plan.duration_s:
-        time.append(("", f"{_priced(plan.expected_duration_s, expected)} expected with it"))
+        time.append(("", f"{_priced(plan.expected_duration_s, expected)} expected with early exit"))
     disk = []
     if plan.disk_free_bytes is not None:
         free = _size(plan.disk_free_bytes)
@@ -132,8 +135,8 @@ def _table(plan: TaskPlan) -> Table:
     return table
 
 
-def _priced(duration_s: float, cost: float | None) -> str:
-    return f"about {format_duration(duration_s)}" + ("" if cost is None else f", which costs {cost:,.2f}")
+def _priced(duration_s: float, cost: float | None, bound: str = "about") -> str:
+    return f"{bound} {format_duration(duration_s)}" + ("" if cost is None else f", which costs {cost:,.2f}")
 
 
 def _span(smallest: int, largest: int) -> str:

@@ -24,6 +24,8 @@ def preview_text(preview: DataPreview, *, marked: bool) -> RenderableType:
         marked: Whether trained tokens stand between marks instead of in colour.
     """
     counts, (shortest, median, longest) = preview.counts, preview.row_tokens
+    has_labels = preview.form == "text_classification"
+    trained = counts["train_trained_tokens"] / counts["train_tokens"]
     columns = ", ".join(f"{role} from {clean(column)}" for role, column in preview.columns.items())
     facts = [
         f"dataset:     {clean(preview.dataset)}",
@@ -33,14 +35,15 @@ def preview_text(preview: DataPreview, *, marked: bool) -> RenderableType:
         f"validation:  {_split_line(preview, 'validation')}",
         *([f"test:        {_split_line(preview, 'test')}"] if "test_rows" in counts else []),
         f"row length:  {shortest} to {longest} tokens, median {median:g}; max_length is {preview.max_length}",
-        f"trained:     {counts['train_trained_tokens'] / counts['train_tokens']:.0%} of the training tokens",
+        *([] if has_labels else [f"trained:     {trained:.0%} of the training tokens"]),
         *(f"note:        {clean(note)}" for note in preview.notes),
     ]
-    shown = f"between {' and '.join(TRAINED_MARKS)}" if marked else "coloured"
+    marks = f"between {' and '.join(TRAINED_MARKS)}" if marked else "coloured"
+    shown = "each with the label that it is trained to predict" if has_labels else f"what it is trained on is {marks}"
     examples = [_example(example, number, marked) for number, example in enumerate(preview.examples, start=1)]
     return Group(
         *(Text(fact) for fact in facts),
-        Text(f"\nThe first examples as the model sees them; what it is trained on is {shown}."),
+        Text(f"\nThe first examples as the model sees them{', ' if has_labels else '; '}{shown}."),
         *examples,
     )
 

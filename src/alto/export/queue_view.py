@@ -260,10 +260,12 @@ class _TaskTable:
         table.add_column("time", justify="right", no_wrap=True, overflow="ellipsis")
         for task in self._tasks:
             share, loss = self._progress.share(task), self._progress.best_loss(task)
+            is_interrupted = task.state is TaskStage.RUNNING and not self._is_live
+            state = RunStatus.INTERRUPTED.value if is_interrupted else task.state.value
             bar = ProgressBar(total=1.0, completed=share, width=_BAR, complete_style="cyan", finished_style="green")
             table.add_row(
                 Text(clean(task.task), no_wrap=True, overflow="ellipsis"),
-                Text(task.state.value, style=STYLES[task.state]),
+                Text(state, style=STYLES[task.state]),
                 Text(_gpus(task)),
                 *([bar] if has_bar else []),
                 format_share(share),

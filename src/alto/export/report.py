@@ -9,7 +9,7 @@ from typing import Any
 from alto.errors import RunError
 from alto.export.choice import choice_notes
 from alto.export.importance import MIN_JOBS, importance_of_settings
-from alto.export.metrics import describe_metrics, loss_unit
+from alto.export.metrics import describe_metrics, describe_test, loss_unit
 from alto.export.pages import render_page, timestamp, write_page
 from alto.export.run_drawings import run_figures
 from alto.export.tables import job_table, run_notes
@@ -138,7 +138,7 @@ def _context(history: RunHistory, run_dir: Path) -> dict[str, Any]:
         "written_at": timestamp(history.last_seen_at),
         "loss_unit": loss_unit(history.method),
         "best_metrics": describe_metrics(history.best.best_metrics, table.metrics) if history.best else "",
-        "test_loss": history.best.best_test_loss if history.best else None,
+        "tested": describe_test(history, history.best) if history.best else "",
         "lead": lead_of_winner(history),
         "validation": figures.validation,
         "train": figures.train,

@@ -42,7 +42,7 @@ class JobRow:
         origin: Where it comes from, such as ``clone of job-001``, safe to print; empty if it came with the task.
         settings: Value of every column of the table, as text, in the order of the columns.
         raw_settings: The same values unformatted, for sorting.
-        label: The varying configuration in one line.
+        label: The varying configuration in one line; empty where nothing varies.
         outcome: Reason of the exit, else the stage.
         explanation: Why the job ended early, as a sentence; empty if it did not.
         metrics: Values of the table's metrics at its best evaluation, in their order; None where there is none.
@@ -175,7 +175,7 @@ def _row(
         origin=describe_origin(job),
         settings=tuple(format_setting(config.get(key)) for key in keys),
         raw_settings=tuple(config.get(key) for key in keys),
-        label=describe_config(config, keys) or clean(job.job),
+        label=describe_config(config, keys),
         outcome=clean(job.outcome),
         explanation=explanation,
         is_best=is_best,

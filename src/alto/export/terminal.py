@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from rich.cells import cell_len
@@ -20,7 +21,7 @@ from rich.text import Text
 
 from alto.export.choice import choice_notes
 from alto.export.job_grid import GRID_LINES, JobGrid
-from alto.export.metrics import describe_metrics, metric_name
+from alto.export.metrics import describe_metrics, describe_test, metric_name
 from alto.export.plain import PlainView
 from alto.export.samples import samples_text
 from alto.export.tables import JobTable, job_table, run_notes
@@ -40,7 +41,7 @@ from alto.export.wording import (
     format_loss,
     format_share,
 )
-from alto.runs import JobHistory, JournalEntry, RunHistory, RunStatus
+from alto.runs import JobHistory, JournalEntry, RunHistory, RunStatus, Stage
 from alto.runs.events import (
     Event,
     JobAdmitted,
@@ -254,6 +255,9 @@ def final_summary(
     """
     table = job_table(history)
     status = history.status(is_live=is_live)
+    rows = table.rows
+    if status is RunStatus.INTERRUPTED:
+        rows = tuple(replace(row, outcome=status.value) if row.outcome == Stage.TRAINING else row for row in rows)
     state = "not finished" if status is RunStatus.RUNNING else status.value
     lines: list[RenderableType] = [
         Text.assemble((clean(history.name), "bold"), f" {state} after {_wall_time(history)}"),
@@ -262,8 +266,8 @@ def final_summary(
         JobGrid(
             settings=table.columns,
             metrics=table.metrics,
-            rows=table.rows,
-            notes=[row.explanation for row in table.rows],
+            rows=rows,
+            notes=[row.explanation for row in rows],
             note_name="why",
             max_rows=max_rows,
         ),
@@ -296,26 +300,25 @@ def _best_line(table: JobTable, history: RunHistory) -> Text:
         return Text("best: no job has a finite validation loss yet", style="dim", overflow="fold")
     label = "best" if history.result is not None else "best so far"
     by = "" if history.metric == LOSS else f" by {metric_name(history.metric)}"
-    metrics = describe_metrics(history.jobs[best.job_id].best_metrics, table.metrics)
+    job = history.jobs[best.job_id]
+    metrics, tested = describe_metrics(job.best_metrics, table.metrics), describe_test(history, job)
     scoring = describe_scoring(history.finalists, history.scorer, "")  # a failure is among the notes
     chosen = f"; {scoring}" if scoring else ""
     return Text.assemble(
         f"{label}{by}: ",
         (best.job, "bold green"),
         f" with validation loss {format_loss(best.best_validation_loss)}",
-        f" (test {format_loss(test_loss)})"
-        if (test_loss := history.jobs[best.job_id].best_test_loss) is not None
-        else "",
+        f" (test {tested})" if tested else "",
         f", {metrics}" if metrics else "",
-        (f" ({best.label})", "dim"),
+        (f" ({best.label})" if best.label else "", "dim"),
         chosen,
         overflow="fold",
     )
 
 
 def _refit_line(history: RunHistory, refit: RefitFact) -> Text:
-    tested = (job.best_test_loss for job in history.jobs.values() if job.best_test_loss is not None)
-    measured = "".join(f"; test loss {format_loss(loss)}" for loss in tested)
+    tested = (describe_test(history, job) for job in history.jobs.values())
+    measured = "".join(f"; test loss {one}" for one in tested if one)
     return Text(f"{describe_refit(refit)}{measured}", overflow="fold")
 
 

@@ -3,7 +3,12 @@ run."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from alto.lora.heads import HEAD
+from alto.lora.magnitudes import is_magnitude
 from alto.lora.saved import SavedAdapter
+from alto.lora.whole_modules import is_whole
 
 __all__ = ["vllm_obstacle", "vllm_rank"]
 
@@ -22,11 +27,24 @@ def vllm_obstacle(adapter: SavedAdapter) -> tuple[str, str] | None:
     if adapter.weights.extras:
         return (
             "an adapter of low-rank matrices alone, which is what vLLM reads",
-            f"more in {adapter.folder} (bias, use_dora, modules_to_save or a classification head)",
+            f"{_kinds(adapter.weights.extras)} in {adapter.folder}",
         )
     if adapter.rank > _RANKS[-1]:
         return f"adapters of rank {_RANKS[-1]} at most, which vLLM takes", f"rank {adapter.rank}"
     return None
+
+
+def _kinds(extras: Iterable[str]) -> str:
+    """The kinds of tensors beside the matrices, in words."""
+    return " and ".join(dict.fromkeys(map(_kind, extras)))
+
+
+def _kind(name: str) -> str:
+    if name == HEAD:
+        return "a classification head"
+    if is_magnitude(name):
+        return "magnitudes (use_dora)"
+    return "whole modules (modules_to_save)" if is_whole(name) else "biases (bias)"
 
 
 def vllm_rank(rank: int) -> int:

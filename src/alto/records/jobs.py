@@ -183,6 +183,7 @@ class JobResult:
         samples_budgeted: Rows the job would have seen without early exit.
         best_metrics: Metrics of its method there.
         test_loss: Loss on the test rows there; None where it was not measured (the task's ``test_jobs``).
+        test_metrics: Metrics of its method on the test rows there; empty where they were not measured.
     """
 
     job: str
@@ -197,3 +198,4 @@ class JobResult:
     samples_budgeted: int
     best_metrics: Mapping[str, float] = field(default_factory=dict)
     test_loss: float | None = None
+    test_metrics: Mapping[str, float] = field(default_factory=dict)

@@ -93,6 +93,7 @@ class TaskPlan:
         expected_duration_s: Seconds with the rungs of its early exit; the same where it has none.
         expected_step_s: Of these, the seconds that steps take whatever they train: tasks that train together in one
             process pay them once.
+        is_at_budget: ``duration_s`` is what the task's budget of time or money allows; without it, it would be longer.
         modules: Digest of the names of all modules that its jobs target.
         is_cached: The profile is from an earlier run.
         profile_s: Duration of the measurement, in seconds.
@@ -125,6 +126,7 @@ class TaskPlan:
     profile_s: float
     notes: tuple[str, ...] = ()
     why_one_slot: str = ""
+    is_at_budget: bool = False
     profile: str = ""
     disk_bytes: int = 0
     disk_free_bytes: int | None = None

@@ -148,6 +148,7 @@ class TaskOutcome:
         metric: The metric that it was selected by: ``loss``, or a metric of the task's method.
         best_metrics: Metrics of the method at its best evaluation.
         test_loss: Loss of that adapter on the test rows, which nothing was selected by; None where there are none.
+        test_metrics: Metrics of the method on the test rows; empty where there are none.
         finalists: Scores of the finalists' answers where ``select_by`` is not ``metric``, best by the metric first;
             empty where it is, or where the scorer failed.
         scorer: What scored them, or failed to: the name of a scorer, or ``eval_accuracy``; empty where nothing did.
@@ -168,6 +169,7 @@ class TaskOutcome:
     metric: str = "loss"
     best_metrics: Mapping[str, float] = field(default_factory=dict)
     test_loss: float | None = None
+    test_metrics: Mapping[str, float] = field(default_factory=dict)
     finalists: tuple[FinalistScore, ...] = ()
     scorer: str = ""
     scorer_failure: str = ""

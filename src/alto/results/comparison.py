@@ -127,6 +127,7 @@ def _facts(outcome: TaskOutcome, history: RunHistory) -> dict[str, Any]:
         **({"refit of": outcome.refit_of} if outcome.refit_of else {"validation loss": outcome.best_validation_loss}),
         **test,
         **{name.replace("_", " "): value for name, value in outcome.best_metrics.items()},
+        **{f"test {name.replace('_', ' ')}": value for name, value in outcome.test_metrics.items()},
         "jobs": len(outcome.jobs),
         "samples trained": outcome.samples_trained,
         "samples saved": outcome.samples_saved,

@@ -38,11 +38,10 @@ def job_frame(history: RunHistory) -> pandas.DataFrame:
 
 
 def _job_row(job: JobHistory) -> dict[str, Any]:
-    test = {} if job.best_test_loss is None else {"test_loss": job.best_test_loss}
     facts = {
         "job": job.job,
         "best_validation_loss": job.best_validation_loss,
-        **test,
+        **_tested(job, job.best_step),
         **job.best_metrics,
         "best_step": job.best_step,
         "steps": job.step,
@@ -52,6 +51,14 @@ def _job_row(job: JobHistory) -> dict[str, Any]:
         "samples_budgeted": job.samples_budgeted,
     }
     return {**facts, **{key: value for key, value in job.config.items() if key not in facts}}
+
+
+def _tested(job: JobHistory, step: int) -> dict[str, float]:
+    """Loss and metrics on the test rows after ``step``; empty where they were not measured."""
+    if step not in job.test_losses:
+        return {}
+    metrics = {f"test_{name}": value for name, value in job.test_metrics.get(step, {}).items()}
+    return {"test_loss": job.test_losses[step], **metrics}
 
 
 def configuration_frame(history: RunHistory) -> pandas.DataFrame:
@@ -84,7 +91,6 @@ def _curve_rows(job: JobHistory) -> list[dict[str, Any]]:
     if job.start is not None:
         rows.append({"job": job.job, "step": 0, "progress": 0.0, "validation_loss": job.start.validation_loss})
     for point, metrics in zip(job.evaluations, job.metrics, strict=True):
-        test = {"test_loss": job.test_losses[point.step]} if point.step in job.test_losses else {}
         rows.append(
             {
                 "job": job.job,
@@ -92,7 +98,7 @@ def _curve_rows(job: JobHistory) -> list[dict[str, Any]]:
                 "progress": point.progress,
                 "train_loss": point.train_ema,
                 "validation_loss": point.validation_loss,
-                **test,
+                **_tested(job, point.step),
                 **metrics,
             }
         )

@@ -83,6 +83,11 @@ class TaskResult:
         return self.outcome.test_loss
 
     @property
+    def test_metrics(self) -> Mapping[str, float]:
+        """Metrics of the method on the test rows; empty where there are none."""
+        return self.outcome.test_metrics
+
+    @property
     def job_results(self) -> tuple[JobResult, ...]:
         """How every job ended, in the order of the task; :attr:`jobs` is the same as a table."""
         return self.outcome.jobs

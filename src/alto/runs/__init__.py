@@ -18,7 +18,7 @@ from alto.runs.journal import (
     read_intact_events,
 )
 from alto.runs.kept import check_can_continue, kept_jobs, remove_states
-from alto.runs.lock import LockFile
+from alto.runs.lock import LockFile, scratch_folder
 from alto.runs.mailbox import Action, Answer, Command, Mailbox, QueueAction, QueueCommand, QueueMailbox
 from alto.runs.overview import RunState, RunSummary, find_runs, latest_run, summarise
 from alto.runs.queue_dir import QueueDir, QueueEntry
@@ -85,6 +85,7 @@ __all__ = [
     "remove_states",
     "replace_file",
     "resume_command",
+    "scratch_folder",
     "summarise",
     "sync_folder",
     "task_outcome",

@@ -344,6 +344,7 @@ class RunHistory(JournalFold):
         job.metrics.append(event.metrics)
         if event.test_loss is not None:
             job.test_losses[event.step] = event.test_loss
+            job.test_metrics[event.step] = event.test_metrics
         job.step = max(job.step, point.step)
         leads = math.isfinite(point.validation_loss) and (not job.best_step or point.sort_key < job.best_sort_key)
         if leads if event.is_best is None else event.is_best:
@@ -363,6 +364,7 @@ class RunHistory(JournalFold):
             job.best_step = event.best_step
             if event.test_loss is not None:
                 job.test_losses[event.best_step] = event.test_loss
+                job.test_metrics[event.best_step] = event.test_metrics
 
     def _leave_slot(self, job: JobHistory, time: float | None, *, stage: Stage) -> None:
         for stay in self._open_stays.pop(job.job, ()):

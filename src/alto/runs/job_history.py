@@ -103,6 +103,7 @@ class JobHistory:
             are not known, the latter also where the metric is the loss.
         test_losses: Loss on the test rows by step, of every evaluation that was its best so far; empty where there are
             no such rows.
+        test_metrics: Metrics of its method on the test rows, by the same steps.
         exit_reason: Why it ended early; None if it did not.
         exit_evidence: Numbers that this was based on, by name.
         origin: The job that it is a clone or a copy of; None of all others.
@@ -137,6 +138,7 @@ class JobHistory:
     best_loss_rows: tuple[float, ...] = ()
     best_metric_rows: tuple[float, ...] = ()
     test_losses: dict[int, float] = field(default_factory=dict)
+    test_metrics: dict[int, Mapping[str, float]] = field(default_factory=dict)
     exit_reason: ExitReason | str | None = None
     exit_evidence: Mapping[str, float | str] = field(default_factory=dict)
     start: StartValue | None = None
@@ -195,6 +197,11 @@ class JobHistory:
     def best_test_loss(self) -> float | None:
         """Loss on the test rows at its best evaluation; None where it was not measured."""
         return self.test_losses.get(self.best_step)
+
+    @property
+    def best_test_metrics(self) -> Mapping[str, float]:
+        """Metrics of its method on the test rows at its best evaluation; empty where they were not measured."""
+        return self.test_metrics.get(self.best_step, {})
 
     @property
     def best_sort_key(self) -> tuple[float, float]:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
+import shutil
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["LockFile"]
+__all__ = ["LockFile", "scratch_folder"]
 
 _RETRY_S = 0.02
+
+_SCRATCH_LOCK = "alto.lock"
+
+_NEW_S = 60.0
+"""Age below which the process of an unlocked scratch folder may be about to lock it."""
 
 
 class LockFile:
@@ -101,3 +110,22 @@ def _lock(descriptor: int, how: int = fcntl.LOCK_EX) -> bool:
     except (BlockingIOError, PermissionError):  # some file systems say the second
         return False
     return True
+
+
+@contextlib.contextmanager
+def scratch_folder(prefix: str) -> Iterator[Path]:
+    """Make a temporary folder for as long as the context lasts, and remove those with the same prefix that processes of
+    this user have left when they were killed."""
+    for path in Path(tempfile.gettempdir()).glob(f"{prefix}*/{_SCRATCH_LOCK}"):
+        with contextlib.suppress(OSError):  # another process may remove it at the same time
+            status = path.stat(follow_symlinks=False)
+            is_old = time.time() - status.st_mtime > _NEW_S
+            if status.st_uid == os.getuid() and is_old and LockFile(path).is_free():
+                shutil.rmtree(path.parent)
+    with tempfile.TemporaryDirectory(prefix=prefix) as folder:
+        lock = LockFile(Path(folder) / _SCRATCH_LOCK)
+        lock.acquire(timeout_s=0.0)
+        try:
+            yield Path(folder)
+        finally:
+            lock.release()

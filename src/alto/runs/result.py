@@ -40,6 +40,7 @@ def task_outcome(history: RunHistory, run: RunDir) -> TaskOutcome:
         metric=history.metric,
         best_metrics=best.best_metrics,
         test_loss=best.best_test_loss,
+        test_metrics=best.best_test_metrics,
         finalists=history.finalists,
         scorer=history.scorer,
         scorer_failure=history.scorer_failure,
@@ -73,4 +74,5 @@ def _job_result(job: JobHistory) -> JobResult:
         samples_budgeted=job.samples_budgeted,
         best_metrics=job.best_metrics,
         test_loss=job.best_test_loss,
+        test_metrics=job.best_test_metrics,
     )

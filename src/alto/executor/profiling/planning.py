@@ -154,6 +154,7 @@ def _plan(context: TaskContext, task: Task, on_measuring: Callable[[float], None
     ]
     check_budget(task.search.budget, min(alone_s), context.ranks.size, is_rough=profile.throughput.is_unsteady)
     duration_s = estimate_duration_s(works, profile.throughput, limits, validation_tokens=validation_tokens)
+    train_s = _with_search(duration_s, context)
     # In a population a copy trains on in the place of each job that ends.
     rungs = () if task.search.algorithm == "pbt" else context.policy.rungs
     references_s = 0.0
@@ -184,9 +185,10 @@ def _plan(context: TaskContext, task: Task, on_measuring: Callable[[float], None
         packings=_forecasts(profile, packing, bytes_per_slot, len(jobs), context.ranks.size),
         memory=profile.memory,
         throughput=profile.throughput,
-        duration_s=references_s + _with_search(duration_s, context),
+        duration_s=references_s + train_s,
         expected_duration_s=references_s + _with_search(expected(profile.throughput), context),
         expected_step_s=expected(replace(profile.throughput, job_s=0.0, token_s=0.0, eval_token_s=0.0)),
+        is_at_budget=train_s == task.search.budget.max_duration_s(context.ranks.size),
         modules=hashlib.sha256("\n".join(sorted(modules)).encode()).hexdigest()[:16],
         is_cached=profile.is_cached,
         profile_s=profile.duration_s,

@@ -125,6 +125,7 @@ class StartMeasurement:
         loss_rows: Loss of every validation row, four significant digits.
         test_loss: Loss on the test rows; None where there are none.
         test_rows: Loss of every test row, four significant digits; empty where ``test_loss`` is None.
+        test_metrics: Metrics of the method on the test rows, by name; empty where ``test_loss`` is None.
     """
 
     jobs: tuple[str, ...]
@@ -134,6 +135,7 @@ class StartMeasurement:
     loss_rows: tuple[float, ...] = ()
     test_loss: float | None = None
     test_rows: tuple[float, ...] = ()
+    test_metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

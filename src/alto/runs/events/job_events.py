@@ -106,6 +106,7 @@ class JobEvaluated:
             the best of the job so far.
         test_loss: Loss on the test rows; None where it was not measured (the task's ``test_jobs``).
         test_rows: Loss of every test row, four significant digits; empty where ``test_loss`` is None.
+        test_metrics: Metrics of the method on the test rows, by name; empty where ``test_loss`` is None.
     """
 
     job: str
@@ -119,6 +120,7 @@ class JobEvaluated:
     loss_rows: tuple[float, ...] = ()
     test_loss: float | None = None
     test_rows: tuple[float, ...] = ()
+    test_metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +180,7 @@ class JobCompleted:
         best_validation_loss: The loss there, nats per token; None where there is none.
         samples_trained: Training rows seen, counting repeats over epochs; None where the journal does not have it.
         test_loss: Loss on the test rows after the last step, where there is no validation; None elsewhere.
+        test_metrics: Metrics of the method on the test rows then, by name; empty where ``test_loss`` is None.
     """
 
     job: str
@@ -187,6 +190,7 @@ class JobCompleted:
     best_validation_loss: float | None = field(metadata=wire(if_absent=None))
     samples_trained: int | None = field(metadata=wire(if_absent=None))
     test_loss: float | None = None
+    test_metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -221,6 +221,7 @@ def _job_object(job: JobHistory, rank: int) -> dict[str, Any]:
         "best_valid_loss": _finite(job.best_validation_loss) if job.best_step else None,
         "best_metrics": {key: _finite(value) for key, value in job.best_metrics.items()},
         "test_loss": _finite(job.best_test_loss),
+        "test_metrics": {key: _finite(value) for key, value in job.best_test_metrics.items()},
         "exit_reason": job.exit_reason,
         "exit_evidence": {
             key: _finite(value) if isinstance(value, float) else value for key, value in job.exit_evidence.items()
