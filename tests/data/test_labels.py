@@ -43,6 +43,7 @@ def rows_of(*labels: Any) -> list[dict[str, Any]]:
         (["good", "bad"], {"id2label": {0: "bad", 1: "good"}}, ("bad", "good"), [1, 0]),
         ([True, False], {}, ("false", "true"), [1, 0]),
         ([1, 0], {"num_labels": 4}, tuple(f"LABEL_{index}" for index in range(4)), [1, 0]),
+        (["1", "one"], {}, ("1", "one"), [0, 1]),
         # Names that look like numbers are names.
         ([5, 1], {"id2label": ["1", "5"]}, ("1", "5"), [1, 0]),
         ([["a", "b"], [], ["b"]], {}, ("a", "b"), [(1.0, 1.0), (0.0, 0.0), (0.0, 1.0)]),

@@ -9,6 +9,7 @@ import os
 import random
 import resource
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -365,3 +366,18 @@ def test_what_nobody_uses_is_removed(task: Task, cache: Path) -> None:
     encode(task.replace(max_length=20))
     assert old not in entries(cache)
     assert len(entries(cache)) == 1
+
+
+def test_what_is_used_and_the_locks_of_others_stay(task: Task, cache: Path) -> None:
+    """A lock that is removed while a process holds it would let another one in."""
+    encode(task)
+    (used,) = entries(cache)
+    lock = cache / f"{used.name}.lock"
+    for path in (used, lock):
+        os.utime(path, (0, 0))
+    encode(task)
+    assert time.time() - used.stat().st_mtime < 3600
+    encode(task.replace(max_length=20))
+    assert used in entries(cache)
+    assert len(entries(cache)) == 2
+    assert lock.exists()

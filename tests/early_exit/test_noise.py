@@ -116,6 +116,14 @@ def test_the_interval_is_student_s() -> None:
     assert is_within_noise(point("a", 1.0, [0, 0, 1, 1, 1]), point("b", 1.0, nothing))
 
 
+def test_of_few_rows_the_interval_is_wide() -> None:
+    """Of three differences, t is 4.16 for 1, 2, 2.5, within the 4.30 of two degrees of freedom, and 5.20 for the
+    others."""
+    nothing = [0.0] * 3
+    assert is_within_noise(point("a", 1.0, [1, 2, 2.5]), point("b", 1.0, nothing))
+    assert not is_within_noise(point("a", 1.0, [1, 1.5, 2]), point("b", 1.0, nothing))
+
+
 def test_within_noise_the_loss_decides() -> None:
     lucky, better = point("lucky", 0.9, right(31, 45)), point("better", 0.6, right(30, 45))
     clear = point("clear", 0.7, right(42, 45))

@@ -159,11 +159,15 @@ def test_no_rung_is_held_when_nobody_trains() -> None:
     assert selection.winner() is None
 
 
-@pytest.mark.parametrize("reason", [ExitReason.STOPPED, ExitReason.FAILED])
-def test_a_job_ended_from_outside_competes_no_more_and_blocks_nobody(reason) -> None:
-    selection = selection_of({"a": 10, "b": 10})
+@pytest.mark.parametrize("reason", [ExitReason.STOPPED, ExitReason.FAILED, ExitReason.BUDGET])
+@pytest.mark.parametrize("step", [0, 1])
+def test_a_job_ended_from_outside_competes_no_more_and_blocks_nobody(reason, step) -> None:
+    """Nor with an evaluation before the rung."""
+    selection = selection_of({"a": 10, "b": 20})
     train_to(selection, "a", 1, 1.0)
-    selection.end(ExitDecision(job="b", step=0, reason=reason))
+    if step:
+        train_to(selection, "b", step, 0.5)
+    selection.end(ExitDecision(job="b", step=step, reason=reason))
     assert selection.rung_ready()
     assert [standing.job for standing in selection.standings()] == ["a"]
 

@@ -203,6 +203,15 @@ def test_mixtures(folder: Path) -> None:
     assert [source.weight for source in imported_task([found]).task.sources] == [1.0, 1.0]
 
 
+def test_sources_of_one_long_name_get_names_that_a_task_may_have(folder: Path) -> None:
+    name = "rows-of-the-first-quarter-" + 4 * "of-a-year-"
+    (folder / "data" / "identity.json").rename(folder / "data" / f"{name}.json")
+    describe(folder, {"file_name": f"{name}.json"})
+    found = imported(folder, dataset="mine,mine")
+    names = [source.name for source in imported_task([found]).task.sources]
+    assert names == [name[:40], f"{name[:38]}-2"]
+
+
 def test_validation_rows(folder: Path) -> None:
     found = imported(folder, eval_dataset="alpaca_en_demo", val_size=0)
     assert found.values["validation_dataset"] == str(folder / "data" / "alpaca.jsonl")

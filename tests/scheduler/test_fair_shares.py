@@ -92,6 +92,14 @@ def test_who_comes_late_is_owed_nothing_and_owes_nothing() -> None:
     assert step(shares, {"a": 100, "b": 100}, weight_of) == ("a", "b")
 
 
+def test_a_task_that_the_other_only_catches_up_with_waits_for_it() -> None:
+    shares, costs, weight_of = TokenShares(), {"a": 100, "b": 100}, {"a": 1.0, "b": 1.0}
+    shares.choose(costs, weight_of)
+    shares.trained({"a": 100, "b": 0}, weight_of)
+    assert step(shares, costs, weight_of) == ("b",), "its step brings b to where a is"
+    assert step(shares, costs, weight_of) == ("a", "b")
+
+
 def test_the_same_arrivals_give_the_same_steps() -> None:
     def steps() -> list[tuple[str, ...]]:
         shares, weight_of = TokenShares(), {"a": 1.0, "b": 2.0, "c": 1.0}
@@ -139,12 +147,18 @@ def test_only_steps_with_others_count_and_a_task_that_leaves_is_forgotten() -> N
         ({"a": ("", 0), "b": ("", 0)}, {"a": 0.5, "b": 0.5}),
         ({"a": ("x", 0), "b": ("y", 0), "c": ("y", 0)}, {"a": 1.0, "b": 0.5, "c": 0.5}),
         ({"a": ("x", 1), "b": ("x", 0), "c": ("y", -7)}, {"a": 2 / 3, "b": 1 / 3, "c": 1.0}),
+        ({"a": ("x", 7), "b": ("x", 4)}, {"a": 8 / 9, "b": 1 / 9}),
     ],
 )
 def test_tenants_weigh_the_same_and_a_priority_more_is_twice_the_weight(
     owners: dict[str, tuple[str, int]], weight_of: dict[str, float]
 ) -> None:
     assert task_weights(owners) == pytest.approx(weight_of)
+
+
+@pytest.mark.parametrize("lower", [-20, -21, -(10**9)])
+def test_a_difference_of_priorities_counts_up_to_20(lower: int) -> None:
+    assert task_weights({"a": ("x", 0), "b": ("x", lower)})["b"] == pytest.approx(1 / (2**20 + 1), rel=1e-12)
 
 
 @given(st.dictionaries(names, st.tuples(st.sampled_from(["", "x"]), st.integers(-(10**9), 10**9)), min_size=1))

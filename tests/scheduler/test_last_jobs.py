@@ -63,3 +63,9 @@ class TestRungsAhead:
         found = forecast_last_jobs(jobs, law(step_s=1.0, job_s=0.1), 4, places=[(0.4, 1), (0.9, 1)])
         assert found is not None
         assert found.spread_duration_s == pytest.approx(10 * (1 + 4 * 2 * 0.1))
+
+    def test_a_rung_between_two_steps_lies_at_the_later_one(self) -> None:
+        jobs = [LastJob(num_tokens=10, num_steps=7)] * 2
+        found = forecast_last_jobs(jobs, law(step_s=1.0, job_s=0.1), 4, places=[(0.5, 1)])
+        assert found is not None
+        assert found.spread_duration_s == pytest.approx(4 * (1 + 4 * 2 * 0.1) + 3 * (1 + 4 * 0.1))

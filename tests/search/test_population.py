@@ -42,6 +42,10 @@ def test_settings_move_by_a_factor_inside_their_bounds() -> None:
     assert sorted(rates) == pytest.approx([0.8e-3, 1.25e-3])
     dropouts = {fork.changes["lora_dropout"] for seed in range(30) for fork in forks(["a"], ["b"], seed=seed)}
     assert dropouts == {0.0, 0.05}
+    zero = {"a": {**CONFIG, "weight_decay": 0.0}}
+    drawn = [forks_of(["a"], ["b"], zero, {}, exchanged=0.25, seed=seed, rung=0)[0].changes for seed in range(30)]
+    decays = {changes["weight_decay"] for changes in drawn}
+    assert decays == {0.0, 0.01}
     high = {"a": {"learning_rate": 0.9, "weight_decay": 0.9, "lora_dropout": 0.85}}
     drawn = [forks_of(["a"], ["b"], high, {}, exchanged=0.25, seed=seed, rung=0)[0].changes for seed in range(30)]
     assert {key: max(changes[key] for changes in drawn) for key in CONFIG} == {

@@ -12,7 +12,8 @@ from services import ROWS, served, wait_for
 from sites import FIXED, Site, refused
 
 from alto.runs.mailbox import MOST_KEPT
-from alto.service.access import create_key, create_tenant
+from alto.service.access import RateLimiter, create_key, create_tenant
+from alto.service.errors import TooManyRequestsError
 from alto.service.store.tables import JobRow
 from benchmarks.service.plane import simulated_plane
 from benchmarks.service.simulated_cluster import SimulatedCluster
@@ -37,6 +38,18 @@ def test_requests_a_second_are_limited(site: Site) -> None:
         left = site.served.service.rates._buckets["hasty-too"][0]
     assert left >= 4998.9, "a request with a body is one request"
     assert site.send("GET", "/v1/models").status_code == 200, "others are not limited"
+
+
+def test_a_tenant_that_was_quiet_has_five_seconds_of_requests_and_no_more() -> None:
+    clock_s = 0.0
+    rates = RateLimiter(lambda: clock_s)
+
+    for pause_s, num_answered in ((0, 10), (1, 2), (1000, 10)):
+        clock_s += pause_s
+        for _ in range(num_answered):
+            rates.take("a", 2.0)
+        with pytest.raises(TooManyRequestsError, match="try again in 1 s"):
+            rates.take("a", 2.0)
 
 
 def test_open_tasks_are_limited(site: Site) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from alembic import command
@@ -29,6 +30,7 @@ from alto.service.coordinator.leadership import LEASE_S, Leadership, LostLeaders
 from alto.service.errors import JobStateError, ReusedKeyError, TenantError, TooManyRequestsError, UnknownJobError
 from alto.service.ids import new_id, now
 from alto.service.store import Store
+from alto.service.store import replays as replays_module
 from alto.service.store import store as store_module
 from alto.service.store.events import add_event, events_of
 from alto.service.store.jobs import cancel_job, count_open, find_job, in_turns, lock_job, pause_job, resume_job
@@ -201,6 +203,21 @@ def test_a_repeated_request_finds_what_it_created(store: Store) -> None:
             assert changed.find(session) is None, other
 
 
+@pytest.mark.parametrize(("keys", "window_s"), [({"is_retry": True}, 600), ({"key": "k"}, 24 * 3600)])
+def test_a_repetition_comes_within_ten_minutes_or_with_a_key_within_a_day(
+    store: Store, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], window_s: int
+) -> None:
+    mark = RequestMark(tenant="a", path="/x", body_hash="1", **keys)
+    created = now()
+    monkeypatch.setattr(replays_module, "now", lambda: created)
+    with store.writing() as session:
+        mark.note(session, "job", "ftjob-1")
+    for later_s, found in ((window_s, "ftjob-1"), (window_s + 1, None)):
+        monkeypatch.setattr(replays_module, "now", lambda later_s=later_s: created + later_s)
+        with store.writing() as session:
+            assert mark.find(session) == found
+
+
 @pytest.mark.parametrize("has_database", [True, False])
 def test_a_request_that_is_refused_forgets_older_ones_and_not_what_it_has_created(
     store: Store, *, has_database: bool
@@ -359,6 +376,19 @@ def test_a_leader_that_has_released_its_lease_is_followed_at_once(store: Store) 
     first, second = Leadership(store), Leadership(store)
     assert first.acquire()
     first.release()
+    assert second.acquire()
+
+
+def test_a_former_leader_that_releases_its_lease_leaves_that_of_its_successor(
+    store: Store, clock: DatabaseClock
+) -> None:
+    """It was silent for too long, and ends before it looks who leads."""
+    first, second, third = (Leadership(store) for _ in range(3))
+    assert first.acquire()
+    clock.now_s += LEASE_S
+    assert second.acquire()
+    first.release()
+    assert not third.acquire()
     assert second.acquire()
 
 

@@ -412,6 +412,7 @@ SCHEDULES = [
     ("cosine_warmup_with_min_lr", {"min_lr_rate": 0.2, "warmup_lr_rate": 0.3}),
     ("warmup_stable_decay", {"num_decay_steps": 10}),
     ("warmup_stable_decay", {"num_decay_steps": 4, "num_stable_steps": 3, "min_lr_ratio": 0.1}),
+    ("warmup_stable_decay", {"num_decay_steps": 0, "num_stable_steps": 3, "min_lr_ratio": 0.1}),
     *(
         ("warmup_stable_decay", {"num_decay_steps": 30, "warmup_type": shape, "decay_type": shape, "min_lr_ratio": 0.2})
         for shape in ("linear", "cosine", "1-sqrt")

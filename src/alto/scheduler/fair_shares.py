@@ -87,9 +87,9 @@ class TokenShares:
     """Which tasks train in the next step, so that over many steps each trains tokens in proportion to its weight.
 
     Start-time fair queueing: a task's clock is what it has trained, in tokens, over its weight. The task with the
-    earliest clock trains, and with it every task whose clock is not later than the earliest one would be after its own
-    step. A task that comes, or comes back, starts at the earliest clock of the others, so that it neither owes nor is
-    owed anything for the time that it was not there.
+    earliest clock trains, and with it every task whose clock is earlier than that one would be after its own step. A
+    task that comes, or comes back, starts at the earliest clock of the others, so that it neither owes nor is owed
+    anything for the time that it was not there.
 
     Attributes:
         clocks: Of every task that is there, in tokens of weight 1.

@@ -170,6 +170,14 @@ def test_an_overrun_does_not_break_the_quota():
     assert started(queue.apply(Finished(time_s=12, task="a", attempt=1))) == ["b"]
 
 
+def test_a_task_beyond_its_estimate_is_planned_to_take_a_tenth_of_its_time_more():
+    queue = queue_of(1)
+    submit(queue, 0, "a", duration_s=100)
+    (planned,) = submit(queue, 200, "b")
+    assert isinstance(planned, Planned)
+    assert [(one.task, one.start_s) for one in planned.schedule.placements] == [("b", pytest.approx(20))]
+
+
 def test_an_overrun_takes_no_gpus_that_the_plan_holds():
     queue = queue_of(2)
     submit(queue, 0, "a", "b", duration_s=10)
