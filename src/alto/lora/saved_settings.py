@@ -9,7 +9,8 @@ from typing import Any
 from alto.errors import RunNotFoundError
 from alto.lora.peft_format import CONFIG_FILE
 from alto.lora.saved import HEAD_NAMES, check_config, read_config
-from alto.spec.job_config import PEFT_DEFAULT, SHAPE_FIELDS
+from alto.spec.job_config import SHAPE_FIELDS
+from alto.spec.module_names import PEFT_DEFAULT
 
 __all__ = ["saved_settings"]
 

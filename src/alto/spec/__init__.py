@@ -2,8 +2,9 @@
 
 from alto.spec.base_model import BaseModelSpec, Quantisation
 from alto.spec.early_exit import EarlyExit
-from alto.spec.job_config import ALL_LINEAR, PEFT_DEFAULT, JobConfig
+from alto.spec.job_config import ALL_LINEAR, JobConfig
 from alto.spec.load import build_task, load_task, parse_override, read_run_task
+from alto.spec.module_names import PEFT_DEFAULT
 from alto.spec.objectives import PREFERENCE_METRICS, PREFERENCE_SCORES, ObjectiveEntry, ObjectiveSettings
 from alto.spec.rules import Rule
 from alto.spec.scoring import Scoring, parse_metric

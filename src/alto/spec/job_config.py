@@ -51,7 +51,6 @@ __all__ = [
     "ALL_LINEAR",
     "JOB_FIELDS",
     "MAPPING_FIELDS",
-    "PEFT_DEFAULT",
     "SHAPE_FIELDS",
     "BiasMode",
     "JobConfig",
@@ -105,10 +104,9 @@ class JobConfig(SpecModel):
     ``"peft-default"``, a sorted tuple of names, or a regular expression; ``exclude_modules`` likewise.
     ``rank_pattern``, ``alpha_pattern``, ``lr_scheduler_kwargs`` and ``optim_args`` may be given as mappings; the
     finished object holds their pairs, :meth:`to_dict` the mappings; ``optim_args`` also as transformers' text,
-    ``"momentum=0.9,nesterov=true"``.
-    ``warmup_steps`` below 1 is a share of the steps. ``init_lora_weights`` true is stored as ``"default"``;
-    ``mixture_weights`` are given as a mapping, and stored as shares that add up to 1; ``max_grad_norm`` 0 as None: no
-    clipping; ``optim`` in one spelling where there are several. ``objective`` holds the
+    ``"momentum=0.9,nesterov=true"``. ``warmup_steps`` below 1 is a share of the steps. ``init_lora_weights`` true is
+    stored as ``"default"``; ``mixture_weights`` are given as a mapping, and stored as shares that add up to 1;
+    ``max_grad_norm`` 0 as None: no clipping; ``optim`` in one spelling where there are several. ``objective`` holds the
     settings of the method; :meth:`of` takes them beside the others, as a task file does, and so does :meth:`to_dict`.
 
     Raises:
