@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -27,6 +28,7 @@ from alto.service.access import caller_of, create_key, create_tenant, has_keys, 
 from alto.service.access import keys as keys_module
 from alto.service.coordinator import leadership as leadership_module
 from alto.service.coordinator.leadership import LEASE_S, Leadership, LostLeadershipError
+from alto.service.coordinator.projection import Projection
 from alto.service.errors import JobStateError, ReusedKeyError, TenantError, TooManyRequestsError, UnknownJobError
 from alto.service.ids import new_id, now
 from alto.service.store import Store
@@ -176,6 +178,29 @@ def test_pages_hold_each_row_once(store: Store, *, is_ascending: bool) -> None:
             if not has_more:
                 break
     assert read == (jobs if is_ascending else jobs[::-1])
+
+
+def test_every_entry_of_a_journal_is_told_once_whoever_leads(
+    store: Store, small_run: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """Each entry by another coordinator, as all at once."""
+    lines = [f"{json.dumps(event)}\n" for event in small_run]
+    told = []
+    for parts in (["".join(lines)], lines):
+        job, journal = add_job(store), tmp_path / f"journal-{len(parts)}.jsonl"
+        for part in parts:
+            with journal.open("a") as file:
+                file.write(part)
+            projection = Projection(job, journal)
+            assert projection.has_news()
+            with store.writing() as session:
+                row = lock_job(session, job)
+                assert row is not None
+                projection.write(session, row)
+        with store.reading() as session:
+            told.append([event.message for event in events_of(session, job, since=1, limit=1000)])
+    assert told[0][0] == "Training 4 configurations"
+    assert told[1] == told[0]
 
 
 def test_metadata_is_searched(store: Store) -> None:

@@ -47,6 +47,7 @@ def test_a_job_is_trained_and_returns_a_model(service: Served, client: openai.Op
     messages = [event.message for event in client.fine_tuning.jobs.list_events(job.id, limit=100)]
     assert messages[0] == "The job has successfully completed"
     assert messages[-1] == f"Created fine-tuning job: {job.id}"
+    assert messages.count("Training 2 configurations") == 1
     curves = client.files.content(found.result_files[0]).text
     assert curves.startswith("job,step,progress,train_loss,valid_loss,test_loss")
 

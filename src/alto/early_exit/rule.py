@@ -9,7 +9,7 @@ from alto.records import ExitDecision, LossPoint
 __all__ = ["Evidence", "magnitude", "verdict_in_a_row"]
 
 # Below a thousandth of a nat a model is certain of every token, or of the preferred reply of every pair, and
-# # ratios of losses have no meaning.
+# ratios of losses have no meaning.
 SMALLEST_LOSS = 1e-3
 
 Evidence = Mapping[str, float]

@@ -58,7 +58,7 @@ class Projection:
         for entry in now:
             self._write(session, row, entry)
         if now:
-            row.journal_seq = now[-1].seq
+            row.journal_seq = now[-1].seq + 1
 
     def _begin(self, session: Session, row: JobRow) -> None:
         """Leave out what an earlier coordinator has written, and remember how far each configuration was."""
@@ -70,7 +70,7 @@ class Projection:
                     self._steps[data["job"]] = max(self._steps.get(data["job"], 0), int(data["step"]))
                 if "exit_reason" in data:
                     self._ended.add(data["job"])
-        self._left = [entry for entry in self._left if entry.seq > row.journal_seq]
+        self._left = [entry for entry in self._left if entry.seq >= row.journal_seq]
 
     def _write(self, session: Session, row: JobRow, entry: JournalEntry) -> None:
         event, at = entry.event, entry.time
