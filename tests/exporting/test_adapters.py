@@ -19,6 +19,7 @@ from transformers import AutoTokenizer
 import alto
 from alto.errors import RunNotFoundError, SpecError
 from alto.lora import HEAD, AdapterWeights, read_saved_adapter, vllm_obstacle, vllm_rank
+from alto.spec.chat_template import TOOLS_TEMPLATE, chat_template_text
 
 pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]
 
@@ -54,6 +55,18 @@ def test_an_adapter_is_copied_with_the_tokenizer_and_template_it_was_trained_wit
         *("--chat-template", str(folder / "chat_template.jinja"), "--lora-modules", f"mine={folder}"),
     ]
     assert result.notes == ()
+
+
+def test_an_adapter_of_the_shipped_tool_template_is_served_with_the_parser_of_its_calls(
+    base: Path, tmp_path: Path
+) -> None:
+    adapter = save_adapter(base, tmp_path / "mine")
+    (adapter / "chat_template.jinja").write_text(chat_template_text(TOOLS_TEMPLATE), encoding="utf-8")
+    parser = "--enable-auto-tool-choice --tool-call-parser hermes"
+    served = alto.Engine().export(adapter, tmp_path / "served").command
+    assert f" --chat-template {tmp_path}/served/chat_template.jinja {parser} --lora-modules " in served
+    merged = alto.Engine().export(adapter, tmp_path / "merged", merged=True).command
+    assert merged == f"vllm serve {tmp_path}/merged {parser}"
 
 
 def test_the_rank_of_the_command_is_one_that_vllm_allows() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from alto.exporting.winner import Winner
 from alto.lora import vllm_obstacle, vllm_rank
-from alto.spec.chat_template import TEMPLATE_NAME
+from alto.spec.chat_template import TEMPLATE_NAME, TOOLS_TEMPLATE, chat_template_text
 
 __all__ = ["adapter_command", "gguf_command", "model_command"]
 
@@ -43,19 +43,26 @@ def adapter_command(winner: Winner, folder: Path, *, is_stacked: bool) -> tuple[
     options = ["--enable-lora", "--max-lora-rank", str(vllm_rank(winner.adapter.rank))]
     if winner.base.chat_template is not None:
         options += ["--chat-template", str(folder / TEMPLATE_NAME)]
-    options += _trust(winner)
+    options += [*_calls(winner), *_trust(winner)]
     command = ["vllm", "serve", winner.base_model, *options, "--lora-modules", f"{winner.name}={folder}"]
     return shlex.join(command), tuple(notes)
 
 
 def model_command(winner: Winner, folder: Path) -> str:
     """The command by which vLLM serves a merged model in ``folder``."""
-    return shlex.join(["vllm", "serve", str(folder), *_trust(winner)])
+    return shlex.join(["vllm", "serve", str(folder), *_calls(winner), *_trust(winner)])
 
 
 def gguf_command(file: Path) -> str:
     """The command by which llama.cpp serves a GGUF file."""
     return shlex.join(["llama-server", "--jinja", "-m", str(file)])
+
+
+def _calls(winner: Winner) -> list[str]:
+    """Name the parser of calls where the template is ALTO's own; of any other their form is unknown."""
+    if winner.base.chat_template != chat_template_text(TOOLS_TEMPLATE):
+        return []
+    return ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
 
 
 def _trust(winner: Winner) -> list[str]:
