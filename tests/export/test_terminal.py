@@ -251,7 +251,7 @@ def test_a_wrapped_best_line_leaves_the_table_fewer_rows(sweep):
 
 
 def test_before_the_first_event():
-    assert screen([]) == ["Loading the data and the base model …"]
+    assert screen([]) == ["Preparing …"]
 
 
 @pytest.mark.parametrize("finished", [True, False])

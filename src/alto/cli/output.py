@@ -8,22 +8,20 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
 from alto.errors import AltoError
-from alto.runs import Observer, QueueProgress, resume_command
+from alto.runs import JournalEntry, Observer, QueueProgress, resume_command
 
 if TYPE_CHECKING:
     from alto.cli.interrupt import Interrupt
     from alto.results import TaskResult
-
-_Shown = ParamSpec("_Shown")
 
 __all__ = [
     "print_error",
@@ -49,11 +47,9 @@ def progress(console: Console, interrupt: Interrupt, *, silent: bool) -> Iterato
     if silent:
         yield []
         return
-    from alto.export import PlainView, open_view
+    from alto.export import open_view
 
     with open_view(console) as view, _announced_in(view, interrupt):
-        if isinstance(view, PlainView):
-            _until_pipe_closes(view.begin)()
         yield [_until_pipe_closes(view.observe)]
 
 
@@ -93,17 +89,17 @@ def _announced_in(view: object, interrupt: Interrupt) -> Iterator[None]:
         interrupt.announce = before
 
 
-def _until_pipe_closes(show: Callable[_Shown, None]) -> Callable[_Shown, None]:
+def _until_pipe_closes(observe: Observer) -> Observer:
     """A run continues when the pipe of its output closes (``alto tune FILE | head``)."""
 
-    def show_if_read(*args: _Shown.args, **kwargs: _Shown.kwargs) -> None:
+    def observe_if_read(entry: JournalEntry) -> None:
         try:
-            show(*args, **kwargs)
+            observe(entry)
         except BrokenPipeError:
             # All later output, also of the interpreter's exit, is discarded.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
-    return show_if_read
+    return observe_if_read
 
 
 def print_error(error: AltoError) -> None:

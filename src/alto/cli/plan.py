@@ -55,8 +55,6 @@ def plan(
 
     # On stderr, as the plan may be read by a program.
     view = PlainView(sys.stderr)
-    if not as_json:
-        view.begin()
     engine = Engine(strategy=strategy, total_gpus=total_gpus, observers=[] if as_json else [view.observe])
     console = Console()
     facts = []

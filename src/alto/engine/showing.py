@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from rich.console import Console
 
-from alto.export import PlainView, open_view
+from alto.export import open_view
 from alto.results import TaskResult
 from alto.runs import Observer
 
@@ -27,8 +27,6 @@ def shown(progress: bool | None) -> Iterator[list[Observer]]:
         yield []
         return
     with open_view(console) as view:
-        if isinstance(view, PlainView):
-            view.begin()
         yield [view.observe]
 
 

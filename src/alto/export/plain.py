@@ -15,7 +15,6 @@ from alto.export.metrics import describe_test, format_metric, metric_name
 from alto.export.samples import describe_samples
 from alto.export.tables import explain_exit
 from alto.export.wording import (
-    LOADING,
     clean,
     describe_adapter_check,
     describe_compiling,
@@ -76,10 +75,6 @@ class PlainView:
 
     def __exit__(self, *_: object) -> None:
         self._report_admitted()
-
-    def begin(self) -> None:
-        """Write what is done before the first event, which may take minutes."""
-        self._say(LOADING, after_s=0.0)
 
     def observe(self, entry: JournalEntry) -> None:
         """Fold in one entry of the journal and write what is new."""

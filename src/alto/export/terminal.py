@@ -26,7 +26,6 @@ from alto.export.plain import PlainView
 from alto.export.samples import samples_text
 from alto.export.tables import JobTable, job_table, run_notes
 from alto.export.wording import (
-    LOADING,
     clean,
     describe_compiling,
     describe_measuring,
@@ -176,7 +175,7 @@ class LiveView:
         history = self.history
         announced = [Text(self._announcement, style="bold yellow", overflow="fold")] if self._announcement else []
         if not history.jobs:
-            return Group(*announced, Text(self._measuring or LOADING.capitalize(), style="dim"))
+            return Group(*announced, Text(self._measuring or "Preparing …", style="dim"))
         table = job_table(history)
         rows = sorted(table.rows, key=lambda row: (not row.is_best, LIVE_ORDER.get(row.outcome, EXITED_ORDER)))
         notes = [row.explanation or self._next_stop(history.jobs[row.job_id], now) for row in rows]

@@ -18,7 +18,6 @@ from alto.runs.events import KernelsCompiled, MeasuringBegun, OutOfMemory, Profi
 from alto.runs.progress import Outlook
 
 __all__ = [
-    "LOADING",
     "clean",
     "clean_lines",
     "describe_adapter_check",
@@ -51,8 +50,6 @@ __all__ = [
     "tidy_config",
     "varying_keys",
 ]
-
-LOADING = "loading the data and the base model …"
 
 # Canonical key -> name in a narrow column. The order is the order of the columns.
 SHORT_NAMES = {
