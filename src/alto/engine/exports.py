@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from alto.data import read_task_rows
 from alto.engine.existing_runs import check_trained_on
 from alto.errors import RunError, RunNotFoundError, SpecError
 from alto.evaluation import adapter_folder, best_of_jobs, chat_template_beside
-from alto.export.adapter import LABELS_NAME
+from alto.export.adapter import LABELS_NAME, METRICS_NAME
 from alto.exporting import Rows, Winner
 from alto.lora import SavedAdapter, read_saved_adapter
 from alto.records import LabelSet
@@ -71,10 +73,11 @@ def _of_run(
         adapter=adapter,
         base=spec,
         is_base_named=base is not None,
-        labels=task.label_set if adapter.has_head else None,
+        named_labels=task.label_set if adapter.has_head else None,
         task=task,
         config=None if found is None else task.job_config(found.config),
         rows=rows,
+        data={} if history.started is None else history.started.data,
     )
 
 
@@ -90,8 +93,19 @@ def _of_folder(adapter: SavedAdapter, *, base: str | None, trust_remote_code: bo
         adapter=adapter,
         base=BaseModelSpec(id=model, trust_remote_code=trust_remote_code, chat_template=template),
         is_base_named=base is not None,
-        labels=_labels_beside(adapter.folder) if adapter.has_head else None,
+        named_labels=_labels_beside(adapter.folder) if adapter.has_head else None,
+        data=_rows_beside(adapter.folder),
     )
+
+
+def _rows_beside(folder: Path) -> Mapping[str, Any]:
+    """The form of the rows that an adapter of ALTO was trained on; empty where nothing beside it says so."""
+    try:
+        found = read_json(folder / METRICS_NAME)
+    except (OSError, ValueError):  # other programs write files of this name, in forms of their own
+        return {}
+    rows = found.get("rows") if isinstance(found, dict) else None
+    return rows if isinstance(rows, dict) else {}
 
 
 def _labels_beside(folder: Path) -> LabelSet | None:
