@@ -11,8 +11,10 @@ import pytest
 import yaml
 
 from alto.export.adapter import export_best
+from alto.export.card import ModelUse
 from alto.records import ExitReason, JobResult, LabelSet, TaskOutcome
 
+USE = ModelUse(model_class="AutoModelForCausalLM", has_template=True)
 CONFIG = {"learning_rate": 3e-4, "r": 8, "target_modules": "all-linear"}
 
 
@@ -66,7 +68,7 @@ def test_folder_holds_the_winner_and_its_numbers(result: TaskOutcome, best_of_jo
         best_of_job,
         base_model_of,
         model="o'base",
-        model_class="AutoModelForCausalLM",
+        use=USE,
         dataset="rows.jsonl",
         method="sft",
     )
@@ -98,8 +100,7 @@ def test_a_classifier_keeps_its_labels_and_its_card_loads_it_with_them(result: T
         "model": "m",
         "dataset": "d",
         "method": "classification",
-        "labels": labels,
-        "model_class": "AutoModelForCausalLM",
+        "use": replace(USE, labels=labels),
     }
     folder = export_best(result, best_of_job, base_model_of, **keys)
     card = (folder / "README.md").read_text(encoding="utf-8")
@@ -110,9 +111,7 @@ def test_a_classifier_keeps_its_labels_and_its_card_loads_it_with_them(result: T
 
 
 def test_the_job_keeps_its_own_copy(result: TaskOutcome, best_of_job: Path) -> None:
-    export_best(
-        result, best_of_job, base_model_of, model="m", model_class="AutoModelForCausalLM", dataset="d", method="sft"
-    )
+    export_best(result, best_of_job, base_model_of, model="m", use=USE, dataset="d", method="sft")
     assert sorted(path.name for path in best_of_job.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
 
 
@@ -122,7 +121,7 @@ def test_card_names_base_and_loss_and_its_header_is_yaml(result: TaskOutcome, be
         best_of_job,
         base_model_of,
         model="o'base",
-        model_class="AutoModelForCausalLM",
+        use=USE,
         dataset="rows.jsonl",
         method="sft",
     )
@@ -141,9 +140,11 @@ def test_card_names_base_and_loss_and_its_header_is_yaml(result: TaskOutcome, be
 
 def test_the_card_of_a_model_that_reads_images_names_its_class(result: TaskOutcome, best_of_job: Path) -> None:
     facts = {"model": "m", "dataset": "d", "method": "sft"}
-    folder = export_best(result, best_of_job, base_model_of, model_class="AutoModelForImageTextToText", **facts)
+    folder = export_best(
+        result, best_of_job, base_model_of, use=replace(USE, model_class="AutoModelForImageTextToText"), **facts
+    )
     card = (folder / "README.md").read_text(encoding="utf-8")
-    assert "from transformers import AutoModelForImageTextToText\n" in card
+    assert "from transformers import AutoModelForImageTextToText, AutoTokenizer\n" in card
     assert "base = AutoModelForImageTextToText.from_pretrained(" in card
     assert "AutoModelForCausalLM" not in card
     assert yaml.safe_load(card.split("---\n")[1])["pipeline_tag"] == "image-text-to-text"
@@ -166,7 +167,7 @@ def test_what_was_measured_beside_the_loss_goes_with_the_adapter(
         best_of_job,
         base_model_of,
         model="m",
-        model_class="AutoModelForCausalLM",
+        use=USE,
         dataset="d",
         method="dpo",
     )
@@ -184,11 +185,7 @@ def test_what_was_measured_beside_the_loss_goes_with_the_adapter(
 
 
 def test_exporting_again_replaces(result: TaskOutcome, best_of_job: Path) -> None:
-    export_best(
-        result, best_of_job, base_model_of, model="m", model_class="AutoModelForCausalLM", dataset="d", method="sft"
-    )
+    export_best(result, best_of_job, base_model_of, model="m", use=USE, dataset="d", method="sft")
     (best_of_job / "adapter_model.safetensors").write_bytes(b"better")
-    export_best(
-        result, best_of_job, base_model_of, model="m", model_class="AutoModelForCausalLM", dataset="d", method="sft"
-    )
+    export_best(result, best_of_job, base_model_of, model="m", use=USE, dataset="d", method="sft")
     assert (Path(result.adapter_dir) / "adapter_model.safetensors").read_bytes() == b"better"

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from alto.data import read_task_rows
 from alto.engine.existing_runs import check_trained_on
 from alto.errors import RunNotFoundError, SpecError
 from alto.evaluation import adapter_folder, best_of_jobs, chat_template_beside
+from alto.export.adapter import METRICS_NAME
 from alto.exporting import Rows, Winner
 from alto.lora import SavedAdapter, read_saved_adapter
 from alto.runs import RunDir, load_run_task, read_history
 from alto.spec import BaseModelSpec, Task
 from alto.spec.data_keys import default_name
 from alto.spec.labels import labels_beside
+from alto.spec.outside import read_json
 
 __all__ = ["find_winner"]
 
@@ -69,10 +73,11 @@ def _of_run(
         adapter=adapter,
         base=spec,
         is_base_named=base is not None,
-        labels=task.label_set if adapter.has_head else None,
+        named_labels=task.label_set if adapter.has_head else None,
         task=task,
         config=None if found is None else task.job_config(found.config),
         rows=rows,
+        data={} if history.started is None else history.started.data,
     )
 
 
@@ -88,5 +93,16 @@ def _of_folder(adapter: SavedAdapter, *, base: str | None, trust_remote_code: bo
         adapter=adapter,
         base=BaseModelSpec(id=model, trust_remote_code=trust_remote_code, chat_template=template),
         is_base_named=base is not None,
-        labels=labels_beside(adapter.folder) if adapter.has_head else None,
+        named_labels=labels_beside(adapter.folder) if adapter.has_head else None,
+        data=_rows_beside(adapter.folder),
     )
+
+
+def _rows_beside(folder: Path) -> Mapping[str, Any]:
+    """The form of the rows that an adapter of ALTO was trained on; empty where nothing beside it says so."""
+    try:
+        found = read_json(folder / METRICS_NAME)
+    except (OSError, ValueError):  # other programs write files of this name, in forms of their own
+        return {}
+    rows = found.get("rows") if isinstance(found, dict) else None
+    return rows if isinstance(rows, dict) else {}

@@ -16,7 +16,15 @@ from typing import Any
 
 import torch
 
-from alto.backbone import SHIPPED_MODELS, Backbone, base_fingerprint, limits_of, loading_class, resolve_model
+from alto.backbone import (
+    SHIPPED_MODELS,
+    Backbone,
+    base_fingerprint,
+    limits_of,
+    load_tokenizer,
+    loading_class,
+    resolve_model,
+)
 from alto.data import ReadRows, read_task_rows
 from alto.engine.existing_runs import check_refitted
 from alto.engine.objects import borrowing
@@ -41,7 +49,7 @@ from alto.executor import (
     run_alone,
 )
 from alto.executor.profiling import pack, plan
-from alto.export import export_best, is_outdated, write_report
+from alto.export import ModelUse, export_best, is_outdated, write_report
 from alto.lora import adapter_base_model
 from alto.objectives import find_objective
 from alto.records import TaskOutcome, TaskPlan
@@ -325,11 +333,16 @@ class TaskRunner:
                 run_dir.job(result.best_job, "best"),
                 adapter_base_model,
                 model=task.model,
-                model_class=loading_class(task.base_model),
                 dataset=task.dataset_name,
                 method=task.method,
+                use=ModelUse(
+                    model_class=loading_class(task.base_model),
+                    has_template=bool(load_tokenizer(task.base_model).chat_template),
+                    labels=task.label_set,
+                    rows={} if history.started is None else history.started.data,
+                    trust_remote_code=task.base_model.trust_remote_code,
+                ),
                 chat_template=task.base_model.chat_template,
-                labels=task.label_set,
             )
         if "keep" in task.model_fields_set:  # a run that ended before the key existed keeps what it has
             remove_states(run_dir, history, task.keep)

@@ -1,6 +1,7 @@
 """The outputs of a run: the best adapter, the report, and progress on the terminal."""
 
 from alto.export.adapter import METRICS_NAME, export_best, is_outdated
+from alto.export.card import ModelUse
 from alto.export.choice import choice_notes
 from alto.export.comparison import comparison_table, write_comparison
 from alto.export.gantt import gantt_figure
@@ -26,6 +27,7 @@ __all__ = [
     "JobTable",
     "LiveQueueView",
     "LiveView",
+    "ModelUse",
     "PlainView",
     "RunFigures",
     "RunHistory",

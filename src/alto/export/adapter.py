@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from alto.errors import RunNotFoundError
-from alto.export.card import adapter_tags, card_header
+from alto.export.card import ModelUse, adapter_tags, card_header
 from alto.export.metrics import format_metric, loss_unit, metric_name
 from alto.export.wording import describe_adapter_check
-from alto.records import JobResult, LabelSet, TaskOutcome
+from alto.records import JobResult, TaskOutcome
 from alto.runs import replace_file, sync_folder, writing
 from alto.spec.base_objects import is_object_name
 from alto.spec.chat_template import TEMPLATE_NAME
@@ -26,9 +26,6 @@ __all__ = ["METRICS_NAME", "export_best", "is_outdated"]
 
 METRICS_NAME = "metrics.json"
 
-_PIPELINES = {"AutoModelForImageTextToText": "image-text-to-text"}
-"""The hub's name for the use of a model, by the class that loads it, where that is not ``text-generation``."""
-
 
 def export_best(
     result: TaskOutcome,
@@ -36,11 +33,10 @@ def export_best(
     base_model_of: Callable[[Path], str],
     *,
     model: str,
-    model_class: str,
     dataset: str,
     method: str,
+    use: ModelUse,
     chat_template: str | None = None,
-    labels: LabelSet | None = None,
 ) -> Path:
     """Copy the winner's best adapter into the run's ``best/`` and describe it there.
 
@@ -49,9 +45,8 @@ def export_best(
         best_of_job: The winner's own ``best/`` folder, PEFT format.
         base_model_of: Reads the name of the base model from an adapter's folder.
         model, dataset, method: As the task names them, for the card.
-        model_class: Name of transformers' class that loads the base model.
+        use: How the winner is loaded and asked, for the card; its labels are kept beside it as ``labels.json``.
         chat_template: Text of the template that the task sets, kept beside the adapter; None where it sets none.
-        labels: What its classification head tells apart, kept beside it as ``labels.json``; None without a head.
 
     Raises:
         RunNotFoundError: The winner's folder is gone.
@@ -60,12 +55,10 @@ def export_best(
     Returns:
         The folder; ``peft.PeftModel.from_pretrained(base, folder)`` loads it.
     """
-    card = _Card(
-        model=model, model_class=model_class, dataset=dataset, method=method, chat_template=chat_template, labels=labels
-    )
+    card = _Card(model=model, dataset=dataset, method=method, use=use, chat_template=chat_template)
     folder = Path(result.adapter_dir)
     fresh = folder.with_name(f"{folder.name}.new")
-    metrics = _metrics(result)
+    metrics = _metrics(result) | _rows(use)
     if not best_of_job.is_dir():
         raise RunNotFoundError(
             f"expected the best adapter of {result.best_job} in {best_of_job}, found none; without it the run has no "
@@ -78,8 +71,8 @@ def export_best(
             base_model = base_model_of(fresh)
             replace_file(fresh / METRICS_NAME, json.dumps(metrics, indent=2) + "\n")
             replace_file(fresh / "README.md", card.text(result, base_model))
-            if labels is not None:
-                replace_file(fresh / LABELS_NAME, json.dumps(labels.to_config(), indent=2) + "\n")
+            if use.labels is not None:
+                replace_file(fresh / LABELS_NAME, json.dumps(use.labels.to_config(), indent=2) + "\n")
             if chat_template is not None:
                 replace_file(fresh / TEMPLATE_NAME, chat_template)
             shutil.rmtree(folder, ignore_errors=True)
@@ -126,6 +119,12 @@ def _metrics(result: TaskOutcome) -> dict[str, Any]:
     }
 
 
+def _rows(use: ModelUse) -> dict[str, Any]:
+    """The form of the rows, by which an export of the folder alone knows how the model is asked."""
+    found = {key: use.rows[key] for key in ("form", "of_messages") if key in use.rows}
+    return {"rows": found} if found else {}
+
+
 def _worth(result: TaskOutcome) -> dict[str, Any]:
     """The validation loss; of a refit, which has none, the run whose winner it is."""
     if result.refit_of:
@@ -163,11 +162,10 @@ class _Card:
     """What a model card says of a task; see :func:`export_best`."""
 
     model: str
-    model_class: str
     dataset: str
     method: str
+    use: ModelUse
     chat_template: str | None
-    labels: LabelSet | None
 
     def text(self, result: TaskOutcome, base_model: str) -> str:
         """The card of the best adapter of ``result``."""
@@ -180,16 +178,13 @@ class _Card:
         shown = "\n".join(_table(heading, rows) for heading, rows in tables.items() if rows)
         origin = self._origin(result)
         named = "" if is_object_name(base_model) else base_model
-        header = card_header(named, library="peft", pipeline=self._pipeline, tags=adapter_tags(named))
+        header = card_header(named, library="peft", pipeline=self.use.pipeline, tags=adapter_tags(named))
         return f"""{header}
 # {result.task}
 {_warning(result)}
 LoRA adapter for `{self.model}`, tuned on `{self.dataset}` by [ALTO](https://pypi.org/project/alto-lora/): {origin}.
 
-```python
-{self._loading(base_model)}
-```
-{self._template}
+{self.use.adapter_code(base_model, "base" if self.chat_template is None else "base_with_template")}{self._template}
 {shown}"""
 
     def _origin(self, result: TaskOutcome) -> str:
@@ -206,35 +201,12 @@ LoRA adapter for `{self.model}`, tuned on `{self.dataset}` by [ALTO](https://pyp
 {len(result.jobs)} configurations{chosen_by}, validation loss {best.best_validation_loss:.4f} ({loss_unit(self.method)})
 at step {best.best_step} of {best.total_steps}{tested}"""
 
-    def _loading(self, base_model: str) -> str:
-        """Python that loads the adapter."""
-        kind, settings, then = self.model_class, "", ""
-        if self.labels is not None:
-            kind = "AutoModelForSequenceClassification"
-            settings = "".join(f", {key}={value!r}" for key, value in self.labels.to_config().items())
-            then = "\nmodel.config.pad_token_id = tokenizer.pad_token_id  # batches of several rows need it"
-        loading = f"base = {kind}.from_pretrained({base_model!r}{settings})"
-        if is_object_name(base_model):
-            loading = f"base = ...  # the model that ALTO was given as an object, {base_model}, as {kind}{settings}"
-        return f"""from peft import PeftModel
-from transformers import {kind}
-
-{loading}
-model = PeftModel.from_pretrained(base, "path/to/this/folder"){then}"""
-
-    @property
-    def _pipeline(self) -> str:
-        if self.labels is not None:
-            return "text-classification"
-        return _PIPELINES.get(self.model_class, "text-generation")
-
     @property
     def _template(self) -> str:
         if self.chat_template is None:
             return ""
         return f"""
-It was trained with the chat template in `{TEMPLATE_NAME}`, not with the tokenizer's own:
-`tokenizer.chat_template = open("path/to/this/folder/{TEMPLATE_NAME}").read()`.
+It was trained with the chat template in `{TEMPLATE_NAME}`, not with the tokenizer's own.
 """
 
 

@@ -1,13 +1,26 @@
-"""The header of a model card, as the Hugging Face hub reads it."""
+"""Parts of every model card: the header, as the Hugging Face hub reads it, and Python that runs the model."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-__all__ = ["adapter_tags", "card_header", "without_header"]
+from alto.records import LabelSet
+from alto.spec.base_objects import is_object_name
+from alto.spec.chat_template import TEMPLATE_NAME
+
+__all__ = ["ModelUse", "adapter_tags", "card_header", "with_code", "without_header"]
+
+TokenizerPlace = Literal["base", "base_with_template", "folder"]
 
 _LIMIT = "---\n"
+_FOLDER = 'folder = "path/to/this/folder"'
+_CODE = re.compile(r"```python\n(?:(?!```).)*path/to/this/folder(?:(?!```).)*```\n", re.DOTALL)
+_PIPELINES = {"AutoModelForImageTextToText": "image-text-to-text"}
+"""The hub's name for the use of a model, by the class that loads it, where that is not ``text-generation``."""
 
 
 def card_header(base_model: str, *, library: str, pipeline: str, tags: Sequence[str]) -> str:
@@ -35,3 +48,136 @@ def without_header(card: str) -> str:
         return card
     _, found, text = card.removeprefix(_LIMIT).partition(f"\n{_LIMIT}")
     return text.lstrip("\n") if found else card
+
+
+def with_code(card: str, code: str) -> str:
+    """``card`` with ``code`` in place of the Python that ALTO wrote into it; as it is where it has none."""
+    return _CODE.sub(lambda _: code, card, count=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelUse:
+    """Facts about a trained model that decide how it is loaded and asked.
+
+    Attributes:
+        model_class: Name of transformers' class that loads the base model.
+        has_template: Whether the tokenizer has a chat template, or the task sets one.
+        labels: What the classification head tells apart; None without a head.
+        rows: Of the rows it was trained on, their ``form`` and ``of_messages``, as in a run's journal; empty where they
+            are not known.
+        trust_remote_code: Whether the base model comes with code of its own.
+    """
+
+    model_class: str
+    has_template: bool
+    labels: LabelSet | None = None
+    rows: Mapping[str, Any] = field(default_factory=dict)
+    trust_remote_code: bool = False
+
+    @property
+    def pipeline(self) -> str:
+        """The hub's name for the use of the model."""
+        if self.labels is not None:
+            return "text-classification"
+        return _PIPELINES.get(self.model_class, "text-generation")
+
+    def adapter_code(self, base_model: str, tokenizer_in: TokenizerPlace) -> str:
+        """A block of Python that loads the adapter and gives one result of it.
+
+        Args:
+            base_model: As the adapter names it: what ``from_pretrained`` takes, or the name of an object.
+            tokenizer_in: ``folder`` where the tokenizer is beside the adapter; ``base`` where it is that of the base
+                model, which ``base_with_template`` gives the template beside the adapter.
+        """
+        settings = {} if self.labels is None else self.labels.to_config()
+        tokenizer = self._load("AutoTokenizer", "folder" if tokenizer_in == "folder" else repr(base_model))
+        base = self._load(self._class, repr(base_model), settings)
+        classes = f"{self._class}, AutoTokenizer"
+        if is_object_name(base_model):
+            how = ", ".join(f"{key}={value!r}" for key, value in settings.items())
+            loaded = f", loaded as {self._class} with {how}" if settings else ""
+            base = f"...  # the model that ALTO was given as an object, {base_model}{loaded}; put it here"
+            tokenizer, classes = "...  # the tokenizer that ALTO was given with it; put it here", ""
+        lines = [f"tokenizer = {tokenizer}"]
+        imports = ["from peft import PeftModel", *([f"from transformers import {classes}"] if classes else [])]
+        if tokenizer_in == "base_with_template":
+            lines.append(f'tokenizer.chat_template = Path(folder, "{TEMPLATE_NAME}").read_text(encoding="utf-8")')
+        lines += [f"base = {base}", "model = PeftModel.from_pretrained(base, folder).eval()"]
+        return self._block(imports, lines, needs_path=tokenizer_in == "base_with_template")
+
+    def merged_code(self) -> str:
+        """A block of Python that loads the merged model from its folder and gives one result of it."""
+        tokenizer, model = self._load("AutoTokenizer", "folder"), self._load(self._class, "folder")
+        imports = [f"from transformers import {self._class}, AutoTokenizer"]
+        return self._block(imports, [f"tokenizer = {tokenizer}", f"model = {model}.eval()"])
+
+    @property
+    def _class(self) -> str:
+        return self.model_class if self.labels is None else "AutoModelForSequenceClassification"
+
+    @property
+    def _is_chat(self) -> bool:
+        """Whether texts reach the model through the chat template."""
+        if self.labels is not None:
+            return bool(self.rows.get("of_messages"))
+        return self.has_template and not self._is_raw
+
+    @property
+    def _is_raw(self) -> bool:
+        """Whether replies follow their prompts as they are, without template and line break."""
+        form = str(self.rows.get("form", ""))
+        return form == "text" or form.startswith("raw_")
+
+    def _load(self, of: str, where: str, settings: Mapping[str, Any] | None = None) -> str:
+        trusted = {"trust_remote_code": True} if self.trust_remote_code else {}
+        given = {**(settings or {}), **trusted}
+        return f"{of}.from_pretrained({', '.join([where, *(f'{key}={value!r}' for key, value in given.items())])})"
+
+    def _block(self, imports: Sequence[str], loading: Sequence[str], *, needs_path: bool = False) -> str:
+        """``loading`` between its imports and one result."""
+        result = self._answer() if self.labels is None else self._label(self.labels)
+        standard = ["from pathlib import Path", ""] if needs_path else []
+        outside = imports if self.labels is None else ["import torch", *imports]
+        lines = [*standard, *outside, "", _FOLDER, *loading, "", *result]
+        return "\n".join(["```python", *lines, "```", ""])
+
+    def _answer(self) -> list[str]:
+        inputs = 'tokenizer("Hello", return_tensors="pt")'
+        if not self._is_raw:
+            inputs = 'tokenizer("Hello\\n", return_tensors="pt")'
+        if self._is_chat:
+            inputs = (
+                "tokenizer.apply_chat_template(\n    messages, add_generation_prompt=True, return_dict=True, "
+                'return_tensors="pt"\n)'
+            )
+        return [
+            *(['messages = [{"role": "user", "content": "Hello"}]'] if self._is_chat else []),
+            f"inputs = {inputs}",
+            "output = model.generate(**inputs, max_new_tokens=100, do_sample=False)",
+            'answer = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)',
+            "print(answer)",
+        ]
+
+    def _label(self, labels: LabelSet) -> list[str]:
+        inputs = [
+            'text = "Hello"',
+            'inputs = tokenizer(text, return_tensors="pt")  # of two texts: tokenizer(text, text_pair, ...)',
+        ]
+        if self._is_chat:
+            inputs = [
+                'messages = [{"role": "user", "content": "Hello"}]',
+                'inputs = tokenizer.apply_chat_template(messages, return_dict=True, return_tensors="pt")',
+            ]
+        found = "label = model.config.id2label[int(logits.argmax())]"
+        if labels.problem_type == "multi_label_classification":
+            found = "label = [model.config.id2label[index] for index, logit in enumerate(logits) if logit > 0]"
+        if labels.problem_type == "regression":
+            found = "label = float(logits)" if labels.num_labels == 1 else "label = logits.tolist()"
+        return [
+            "model.config.pad_token_id = tokenizer.pad_token_id  # batches of several rows need it",
+            *inputs,
+            "with torch.no_grad():",
+            "    logits = model(**inputs).logits[0]",
+            found,
+            "print(label)",
+        ]

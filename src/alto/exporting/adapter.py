@@ -6,7 +6,8 @@ import json
 import shutil
 from pathlib import Path
 
-from alto.backbone import load_config, load_tokenizer
+from alto.backbone import load_config, load_tokenizer, loading_class
+from alto.export.card import ModelUse
 from alto.exporting.cards import adapter_card
 from alto.exporting.winner import Winner
 from alto.lora import is_read_per_expert, write_per_expert
@@ -43,13 +44,25 @@ def write_adapter_folder(winner: Winner, form: ExportForm, folder: Path) -> None
     if config.get(_BASE) != winner.base_model:
         text = json.dumps(config | {_BASE: winner.base_model}, indent=2)
         (folder / _CONFIG).write_text(f"{text}\n", encoding="utf-8")
-    save_tokenizer(winner, folder)
-    (folder / "README.md").write_text(adapter_card(winner, form), encoding="utf-8")
+    use = save_tokenizer(winner, folder)
+    (folder / "README.md").write_text(adapter_card(winner, form, use), encoding="utf-8")
 
 
-def save_tokenizer(winner: Winner, folder: Path) -> None:
-    """Write the base model's tokenizer with the chat template that the adapter was trained with."""
-    load_tokenizer(winner.base).save_pretrained(folder)
+def save_tokenizer(winner: Winner, folder: Path) -> ModelUse:
+    """Write the base model's tokenizer with the chat template that the adapter was trained with.
+
+    Returns:
+        How the adapter, or the merged model, is loaded and asked with this tokenizer.
+    """
+    tokenizer = load_tokenizer(winner.base)
+    tokenizer.save_pretrained(folder)
+    return ModelUse(
+        model_class=loading_class(winner.base),
+        has_template=bool(tokenizer.chat_template),
+        labels=winner.labels,
+        rows=winner.data,
+        trust_remote_code=winner.base.trust_remote_code,
+    )
 
 
 def is_stacked(winner: Winner) -> bool:

@@ -5,55 +5,71 @@ The hub refuses a card whose base model is none of its own, so that a folder of 
 
 from __future__ import annotations
 
-from alto.backbone import loading_class
-from alto.export.card import adapter_tags, card_header, without_header
+from pathlib import Path
+
+from alto.export.card import ModelUse, adapter_tags, card_header, with_code, without_header
+from alto.exporting.serving import adapter_command, gguf_command
 from alto.exporting.winner import Winner, is_hub_id
 from alto.records import ExportForm
 
-__all__ = ["adapter_card", "model_card"]
+__all__ = ["adapter_card", "gguf_card", "merged_card"]
 
-_PIPELINES = {"AutoModelForImageTextToText": "image-text-to-text"}
 _BY = "[ALTO](https://pypi.org/project/alto-lora/)"
 
 
-def adapter_card(winner: Winner, form: ExportForm) -> str:
+def adapter_card(winner: Winner, form: ExportForm, use: ModelUse) -> str:
     """The card of an adapter: the text of the one beside it, which a run's best adapter has, or a new one.
 
     Args:
         winner: The adapter.
         form: ``adapter`` or ``per_expert``.
+        use: How it is loaded and asked with the tokenizer in its folder.
     """
     base = winner.base_model if is_hub_id(winner.base_model) else ""
-    header = card_header(base, library="peft", pipeline=_pipeline(winner), tags=adapter_tags(base))
+    header = card_header(base, library="peft", pipeline=use.pipeline, tags=adapter_tags(base))
+    code = use.adapter_code(winner.base_model, "folder")
     file = winner.adapter.folder / "README.md"
     if form == "adapter" and file.is_file():
         text = without_header(file.read_text(encoding="utf-8"))
-        return f"{header}\n{text.replace(winner.adapter.base_model or winner.base_model, winner.base_model)}"
-    how = (
-        "Every expert's matrices are by themselves, as vLLM reads them; PEFT does not load this form."
-        if form == "per_expert"
-        else f"Load it with `peft.PeftModel.from_pretrained(base, folder)` on `{winner.base_model}`."
-    )
+        text = text.replace(winner.adapter.base_model or winner.base_model, winner.base_model)
+        return f"{header}\n{with_code(text, code)}"
+    how = f"\n\n{code}"
+    if form == "per_expert":
+        command, _ = adapter_command(winner, Path("path/to/this/folder"), is_stacked=False)
+        how = " Every expert's matrices are by themselves, as vLLM reads them; PEFT does not load this form.\n"
+        how += f"\n{_shell(command)}" if command else ""
     return f"""{header}
 # {winner.name}
 
-LoRA adapter for `{winner.base_model}`, rank {winner.adapter.rank}, exported by {_BY}. {how}
-"""
+LoRA adapter for `{winner.base_model}`, rank {winner.adapter.rank}, exported by {_BY}.{how}"""
 
 
-def model_card(winner: Winner, form: ExportForm, difference: float, what: str) -> str:
-    """The card of a merged model.
+def merged_card(winner: Winner, difference: float, what: str, use: ModelUse) -> str:
+    """The card of a merged model for transformers.
 
     Args:
         winner: The adapter that was merged.
-        form: ``merged`` or ``gguf``.
         difference: Between its logits in float32 and those of the adapter on its base, relative.
-        what: The file, or files, in words.
+        what: The files, in words.
+        use: How it is loaded and asked.
     """
+    text = _merged_text(winner, difference, what)
+    return f"{_model_header(winner, 'transformers', use.pipeline)}{text}\n{use.merged_code()}"
+
+
+def gguf_card(winner: Winner, difference: float, file_name: str) -> str:
+    """The card of a merged model in one file; ``difference`` as in :func:`merged_card`."""
+    text = _merged_text(winner, difference, f"`{file_name}`, for llama.cpp")
+    return f"{_model_header(winner, 'gguf', 'text-generation')}{text}\n{_shell(gguf_command(Path(file_name)))}"
+
+
+def _model_header(winner: Winner, library: str, pipeline: str) -> str:
     base = winner.base_model if is_hub_id(winner.base_model) else ""
-    library = "gguf" if form == "gguf" else "transformers"
-    header = card_header(base, library=library, pipeline=_pipeline(winner), tags=["alto", "lora"])
-    return f"""{header}
+    return card_header(base, library=library, pipeline=pipeline, tags=["alto", "lora"])
+
+
+def _merged_text(winner: Winner, difference: float, what: str) -> str:
+    return f"""
 # {winner.name}
 
 `{winner.base_model}` with a LoRA adapter of rank {winner.adapter.rank} merged into its weights by {_BY}: {what}.
@@ -61,7 +77,5 @@ Merged in float32, its logits differ from those of the adapter on its base by {d
 """
 
 
-def _pipeline(winner: Winner) -> str:
-    if winner.adapter.has_head:
-        return "text-classification"
-    return _PIPELINES.get(loading_class(winner.base), "text-generation")
+def _shell(command: str) -> str:
+    return f"```bash\n{command}\n```\n"

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from alto.errors import SpecError
 from alto.exporting.adapter import is_stacked, save_tokenizer, write_adapter_folder
-from alto.exporting.cards import model_card
+from alto.exporting.cards import gguf_card, merged_card
 from alto.exporting.folder import check_free, new_folder
 from alto.exporting.gguf_model import GgufModel, check_writable
 from alto.exporting.hub import check_pushable, push
@@ -126,8 +126,8 @@ def _write_merged(winner: Winner, folder: Path, settings: ExportSettings) -> Exp
     with new_folder(folder) as fresh:
         cast: Any = model
         cast.to(dtype).save_pretrained(fresh)
-        save_tokenizer(winner, fresh)
-        (fresh / "README.md").write_text(model_card(winner, "merged", difference, what), encoding="utf-8")
+        card = merged_card(winner, difference, what, save_tokenizer(winner, fresh))
+        (fresh / "README.md").write_text(card, encoding="utf-8")
     return ExportResult(
         form="merged", folder=str(folder), files=(), command=model_command(winner, folder), difference=difference
     )
@@ -140,8 +140,7 @@ def _write_gguf(winner: Winner, folder: Path, settings: ExportSettings) -> Expor
     tensors = described.tensors(model)
     with new_folder(folder) as fresh:
         described.write(fresh / described.file_name, tensors)
-        what = f"`{described.file_name}`, for llama.cpp"
-        (fresh / "README.md").write_text(model_card(winner, "gguf", difference, what), encoding="utf-8")
+        (fresh / "README.md").write_text(gguf_card(winner, difference, described.file_name), encoding="utf-8")
     return ExportResult(
         form="gguf",
         folder=str(folder),

@@ -16,8 +16,6 @@ from transformers import PreTrainedModel
 from alto.backbone import classifier_of, dequantised, load_config, load_network
 from alto.errors import ModelError, UnsupportedError
 from alto.exporting.winner import Winner
-from alto.lora import HEAD
-from alto.records import LabelSet
 
 __all__ = ["check_mergeable", "dtype_on_disk", "merged_model"]
 
@@ -66,8 +64,8 @@ def merged_model(winner: Winner) -> tuple[PreTrainedModel, float]:
 
     base = replace(winner.base, dtype="float32", torch_compile=False)
     network = dequantised(load_network(base), trust_remote_code=base.trust_remote_code)
-    if winner.adapter.has_head:
-        network = classifier_of(network, winner.labels or _unnamed_labels(winner))
+    if winner.labels is not None:
+        network = classifier_of(network, winner.labels)
     _untie(network, winner)
     with torch.no_grad(), torch.random.fork_rng(devices=[]), _quiet():
         try:
@@ -88,12 +86,6 @@ def merged_model(winner: Winner) -> tuple[PreTrainedModel, float]:
             "a bug"
         )
     return merged, difference
-
-
-def _unnamed_labels(winner: Winner) -> LabelSet:
-    """As many labels as the head has rows, with transformers' names."""
-    names = tuple(f"LABEL_{index}" for index in range(len(winner.adapter.weights.extras[HEAD])))
-    return LabelSet(problem_type="single_label_classification", names=names)
 
 
 def _untie(network: Any, winner: Winner) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from alto.backbone import resolve_model
 from alto.errors import SpecError, UnsupportedError
 from alto.exporting.tool_data import NAMED_TYPES, Rows, check_dataset
 from alto.exporting.tool_keys import ToolFiles, axolotl_files, llamafactory_files, trl_files
@@ -65,7 +64,7 @@ def write_tool_config(winner: Winner, tool: ForeignTool, fresh: Path, folder: Pa
             f"{winner.adapter.folder}; name the run"
         )
     check_dataset(task)
-    model, title = resolve_model(winner.base_model), TOOLS[tool].title
+    model, title = winner.base_model, TOOLS[tool].title
     written = _WRITERS[tool](task, config, model, winner.rows, fresh)
     if written is None:
         raise UnsupportedError(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from alto.backbone import SHIPPED_MODELS
+from alto.backbone import SHIPPED_MODELS, resolve_model
 from alto.exporting.hub import repository_fault
 from alto.exporting.tool_data import Rows
-from alto.lora import SavedAdapter
+from alto.lora import HEAD, SavedAdapter
 from alto.records import LabelSet
 from alto.spec import BaseModelSpec, JobConfig, Task
 
@@ -24,25 +26,36 @@ class Winner:
         adapter: The adapter.
         base: Its base model, with the chat template that it was trained with.
         is_base_named: Whether the caller named the base model.
-        labels: What its classification head tells apart, where it has one and its labels are known.
+        named_labels: What its classification head tells apart, where it has one and its labels are known.
         task: The task of its run; None of a folder.
         config: Configuration of its job; None of a folder.
         rows: How the rows of the task are laid out; None where that is not needed.
+        data: Facts about its rows, as a run's journal has them: ``form`` and ``of_messages``; empty where unknown.
     """
 
     name: str
     adapter: SavedAdapter
     base: BaseModelSpec
     is_base_named: bool = False
-    labels: LabelSet | None = None
+    named_labels: LabelSet | None = None
     task: Task | None = None
     config: JobConfig | None = None
     rows: Rows | None = None
+    data: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def base_model(self) -> str:
-        """The base model as the exported files name it: as the adapter does, or as the caller has named it."""
-        return self.base.id if self.is_base_named else self.adapter.base_model or self.base.id
+        """The base model that the exported files name: that of the adapter, or the one that the caller has named."""
+        return resolve_model(self.base.id if self.is_base_named else self.adapter.base_model or self.base.id)
+
+    @property
+    def labels(self) -> LabelSet | None:
+        """The labels of its classification head, with transformers' names where they are not known; None without a
+        head."""
+        if self.named_labels is not None or not self.adapter.has_head:
+            return self.named_labels
+        names = tuple(f"LABEL_{index}" for index in range(len(self.adapter.weights.extras[HEAD])))
+        return LabelSet(problem_type="single_label_classification", names=names)
 
 
 def is_hub_id(model: str) -> bool:
