@@ -177,7 +177,7 @@ class QueueRunner:
         *,
         refresh: bool = False,
     ) -> list[TaskEstimate]:
-        """What each of ``tasks`` takes; ``tell`` is called when a task begins to be measured, and when it was."""
+        """Estimate each task; call ``tell`` before a task is measured, while it is measured, and afterwards."""
 
         def on_measured(task: Task, duration_s: float) -> None:
             tell(TaskMeasured(task=task.name, duration_s=duration_s))
@@ -210,7 +210,7 @@ class QueueRunner:
         """Measure the tasks of a queue, note in its folder and its journal what they take, and schedule them.
 
         Args:
-            tasks: Those that have to be done, by their names in the queue.
+            tasks: Tasks without a result, by name in the queue.
         """
         named = [task.replace(name=name) for name, task in tasks.items()]
         estimates = self._estimates(named, setup, cluster, journal.append)

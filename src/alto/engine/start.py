@@ -1,4 +1,4 @@
-"""What a task says by reference: the saved adapter that its jobs begin with, and PEFT's choice of modules."""
+"""Fills in what a task only refers to: the adapter that its jobs begin with, and PEFT's choice of modules."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ class _Found:
         choices: Score of every row by multiple choice.
         preferences: Reward accuracy and margin.
         num_pairs: How many they are means of.
-        of_labels: What heads predict, compared with labels; see :func:`label_metrics`.
+        of_labels: Metrics of classification heads; see :func:`label_metrics`.
     """
 
     losses: Sequence[float] = ()

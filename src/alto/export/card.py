@@ -62,8 +62,8 @@ class ModelUse:
     Attributes:
         model_class: Name of transformers' class that loads the base model.
         has_template: Whether the tokenizer has a chat template, or the task sets one.
-        labels: What the classification head tells apart; None without a head.
-        rows: Of the rows it was trained on, their ``form`` and ``of_messages``, as in a run's journal; empty where they
+        labels: Labels of the classification head; None without a head.
+        rows: ``form`` and ``of_messages`` of its training rows, as in a run's journal; empty where they
             are not known.
         trust_remote_code: Whether the base model comes with code of its own.
     """

@@ -247,7 +247,7 @@ def describe_outlook(found: Outlook) -> list[str]:
 
 
 def describe_measuring(event: MeasuringBegun) -> str:
-    """What is measured, how long that takes, and where it is kept."""
+    """Describe what is measured, how long that takes, and where the result is kept."""
     left = "" if event.remaining_s is None else f": about {format_duration(event.remaining_s)} left"
     if event.is_update:
         return f"measuring {clean(event.task)}{left}"

@@ -26,7 +26,7 @@ class Winner:
         adapter: The adapter.
         base: Its base model, with the chat template that it was trained with.
         is_base_named: Whether the caller named the base model.
-        named_labels: What its classification head tells apart, where it has one and its labels are known.
+        named_labels: Labels of its classification head, where it has one and they are known.
         task: The task of its run; None of a folder.
         config: Configuration of its job; None of a folder.
         rows: How the rows of the task are laid out; None where that is not needed.

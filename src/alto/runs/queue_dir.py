@@ -56,8 +56,8 @@ class QueueEntry:
         is_cancelled: It was cancelled.
         base: Its base model: equal for tasks that one process can train; empty where that is not known.
         sharing: What is known for sharing an executor; None where it has one of its own.
-        is_unmeasured: What it takes is measured before the queue's first schedule, and was not yet: ``duration_s`` is
-            a guess.
+        is_unmeasured: Whether it still has to be measured before the queue's first schedule; ``duration_s`` is a guess
+            until then.
     """
 
     task: str

@@ -307,7 +307,7 @@ class Task(DataKeys):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What became of settings that are not taken over as they are, as sentences."""
+        """Sentences about settings that are not taken over as they are."""
         return self._origin.notes
 
     @property

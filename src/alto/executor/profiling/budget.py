@@ -26,10 +26,10 @@ _LEAST_BUDGET_S = 60.0
 _BUDGET_SHARE = 0.02
 
 _FLOPS_PER_TOKEN = 6
-"""Of a parameter in a training step: 2 forward, 4 backward at most."""
+"""Floating-point operations for one parameter in a training step: 2 forward, at most 4 backward."""
 
 _USUAL_FLOPS = {"cpu": 2e10, "cuda": 5e13}
-"""Of one core, and of a GPU: a guess, used only until a step has been measured."""
+"""Guessed operations per second of one CPU core and of one GPU, used until a step has been measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
