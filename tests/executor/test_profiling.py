@@ -381,6 +381,26 @@ def test_a_budget_that_finishes_one_job_is_measured_and_accepted(tmp_path: Path,
     assert pack(context_of(task))[1] is not None
 
 
+def test_rungs_of_a_preset_keep_fewer_jobs_where_a_budget_of_time_asks_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    measured_at_once(monkeypatch)
+    rates = [10**-exponent for exponent in range(2, 18)]
+    task = make_task(tmp_path, search_space={"lr": rates}, num_train_epochs=30, early_exit={"finish_from": 0.5})
+    task = task.replace(early_exit=task.early_exit.resolved())
+    free = plan(context_of(task))
+    limited = task.replace(search={"budget": {"duration_s": 0.7 * free.expected_duration_s}})
+    for fits_rungs in (True, False):
+        packed, found = pack(replace(context_of(limited), fits_rungs=fits_rungs))
+        assert found is not None
+        kept = [rung.min_kept for rung in packed.early_exit.selection_rungs]
+        usual = [rung.min_kept for rung in task.early_exit.selection_rungs]
+        assert (kept != usual) == fits_rungs
+        assert all(places <= most for places, most in zip(kept, usual, strict=True))
+        assert any(note.startswith("To fit search.budget, the rungs at ") for note in packed.notes) == fits_rungs
+        assert found.expected_duration_s <= 0.7 * free.expected_duration_s
+
+
 def test_the_time_that_measuring_takes_is_expected_from_sizes_and_then_from_measured_steps(context: TaskContext):
     told: list[float] = []
     ticks = iter(range(10**6))

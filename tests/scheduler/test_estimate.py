@@ -16,9 +16,11 @@ from alto.scheduler import (
     ResidentLimits,
     estimate_duration_s,
     expected_duration_s,
+    fitted_rungs,
     plan_residents,
 )
 from alto.spec import EarlyExit
+from alto.spec.rungs import places_at
 
 RECORDINGS = Path(__file__).parents[2] / "benchmarks" / "recordings"
 PACE = Throughput(step_s=0.1, job_s=0.01, token_s=0.001, eval_token_s=0.0005, points=())
@@ -177,3 +179,18 @@ def test_slots_are_used_until_fewer_jobs_than_slots_are_left(
                 slot_of.pop(decision.job, None)
     assert offered
     assert used / offered >= least
+
+
+@pytest.mark.parametrize(
+    ("limit_s", "kept"),
+    [(261, [10, 8, 5, 3, 2, 1]), (250, [8, 6, 4, 3, 2, 1]), (170, [3, 2, 2, 1, 1, 1]), (100, [1, 1, 1, 1, 1, 1])],
+)
+def test_rungs_keep_as_many_jobs_as_a_budget_of_time_pays_for(limit_s: int, kept: list[int]) -> None:
+    jobs, limits = [work(f"job-{index}", 4, 1000) for index in range(60)], ResidentLimits(num_slots=60)
+    rungs = policy_from(EarlyExit()).rungs
+    cost = {"throughput": Throughput(step_s=0, job_s=0.1, token_s=0, eval_token_s=0, points=()), "limits": limits}
+    found = fitted_rungs(jobs, **cost, validation_tokens=0, rungs=rungs, limit_s=limit_s)
+    assert [places_at(found, index, 60) for index in range(len(found))] == kept
+    assert [rung.progress for rung in found] == [rung.progress for rung in rungs]
+    fits = expected_duration_s(jobs, **cost, validation_tokens=0, rungs=found) <= limit_s
+    assert fits == (limit_s > 100)

@@ -26,6 +26,7 @@ from alto.backbone import (
     resolve_model,
 )
 from alto.data import ReadRows, read_task_rows
+from alto.early_exit import policy_from
 from alto.engine.existing_runs import check_refitted
 from alto.engine.objects import borrowing
 from alto.engine.resident_base import ResidentBase
@@ -43,6 +44,7 @@ from alto.executor import (
     check_base,
     check_precision,
     load_base,
+    may_fit_rungs,
     model_notes,
     recover,
     resolve_rungs,
@@ -221,8 +223,10 @@ class TaskRunner:
             objective.check(split, [job.config for job in task.jobs])
         scoring = task.select_by
         judge = None if scoring == "metric" else FinalistJudge(rows.validation, backbone, task.model, scoring)
+        fits_rungs = may_fit_rungs(task)
         task = resolve_rungs(task, len(data.train), begins=resume_state is None or not resume_state.lines)
-        context = TaskContext.of(task, backbone, data, self.ranks, start=read_start(task, backbone))
+        start = read_start(task, backbone)
+        context = TaskContext.of(task, backbone, data, self.ranks, start=start, fits_rungs=fits_rungs)
         sampler = _sampler(task, rows, backbone)
         return _Prepared(trackers=trackers, context=context, judge=judge, sampler=sampler, base=base)
 
@@ -247,7 +251,8 @@ class TaskRunner:
     def _packed(self, prepared: _Prepared) -> _Prepared:
         """With every limit set."""
         task, forecast = pack(prepared.context, on_measuring=self._announcement(prepared.context.task))
-        return replace(prepared, context=replace(prepared.context, task=task), forecast=forecast)
+        context = replace(prepared.context, task=task, policy=policy_from(task.early_exit))
+        return replace(prepared, context=context, forecast=forecast)
 
     def _announcement(self, task: Task) -> Callable[[float], None]:
         """Shows observers that ``task`` is being measured, and how long that still takes."""

@@ -8,7 +8,7 @@ from alto.executor.executor import Executor, run_alone
 from alto.executor.job_state import JobState, initial_states
 from alto.executor.micro_batches import MicroBatches
 from alto.executor.model_notes import model_notes
-from alto.executor.planned_job import PlannedJob, plan_jobs, resolve_rungs
+from alto.executor.planned_job import PlannedJob, may_fit_rungs, plan_jobs, resolve_rungs
 from alto.executor.ranks import Ranks
 from alto.executor.recovery import ResumeState, check_base, check_precision, read_refusal, recover
 from alto.executor.session import TaskSession
@@ -37,6 +37,7 @@ __all__ = [
     "check_precision",
     "initial_states",
     "load_base",
+    "may_fit_rungs",
     "model_notes",
     "plan_jobs",
     "read_refusal",

@@ -37,6 +37,7 @@ class TaskContext:
         references: Source of the reference log-probs in ``data``; None where there are none.
         start: The adapter that jobs begin with; None where they begin with new ones.
         ranks: This process among those that train the task; all of them hold an equal context.
+        fits_rungs: Whether rungs may keep fewer jobs to fit a budget of time.
     """
 
     task: Task
@@ -49,6 +50,7 @@ class TaskContext:
     references: ReferenceFact | None = None
     start: StartAdapter | None = None
     ranks: Ranks = field(default_factory=Ranks)
+    fits_rungs: bool = False
 
     @classmethod
     def of(
@@ -59,6 +61,7 @@ class TaskContext:
         ranks: Ranks | None = None,
         *,
         start: StartAdapter | None = None,
+        fits_rungs: bool = False,
     ) -> Self:
         """Plan every job of ``task``.
 
@@ -67,6 +70,7 @@ class TaskContext:
             data: The task's rows, encoded with its tokenizer.
             ranks: This process among those that will train it; None where it is alone.
             start: The adapter that jobs begin with; None where they begin with new ones.
+            fits_rungs: Whether rungs may keep fewer jobs to fit a budget of time.
 
         Raises:
             TargetModuleError: A job's targets or rank do not fit the base model, or are not those of ``start``.
@@ -94,6 +98,7 @@ class TaskContext:
             policy=policy_from(task.early_exit),
             start=start,
             ranks=ranks or Ranks(),
+            fits_rungs=fits_rungs,
         )
 
     @cached_property

@@ -17,7 +17,7 @@ from alto.spec import Job, JobConfig, Task
 from alto.spec.job_config import SHAPE_FIELDS
 from alto.spec.rungs import rung_step
 
-__all__ = ["PlannedJob", "plan_job", "plan_jobs", "resolve_rungs", "trains_router_loss"]
+__all__ = ["PlannedJob", "may_fit_rungs", "plan_job", "plan_jobs", "resolve_rungs", "trains_router_loss"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +165,14 @@ def resolve_rungs(task: Task, num_rows: int, *, begins: bool = True) -> Task:
     steps = {config.total_steps(num_rows) for config in (*configs, *task.extreme_configs())}
     is_fitted = begins and (task.scoring is None or not task.scoring.rungs)  # rungs that are scored are a user's own
     return task.replace(early_exit=early_exit.resolved(lr_warmup=max(shares), steps=steps if is_fitted else ()))
+
+
+def may_fit_rungs(task: Task) -> bool:
+    """Whether the rungs of ``task`` may keep fewer jobs to fit a budget of time: rungs of a preset may, where all jobs
+    begin with the task and none repeats another. Call it before :func:`resolve_rungs`."""
+    early_exit, is_fixed = task.early_exit, task.search.algorithm in ("grid", "random")
+    ranks_jobs = early_exit.enabled and early_exit.select and not _is_one_configuration(task)
+    return is_fixed and ranks_jobs and not early_exit.has_own_rungs and not task.repetitions
 
 
 def _is_one_configuration(task: Task) -> bool:

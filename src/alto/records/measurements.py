@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import median
 
+from alto.records.jobs import Rung
+
 __all__ = [
     "UNSTEADY",
     "MemoryPoint",
@@ -101,6 +103,7 @@ class TaskPlan:
         profile: Name of the measurement in the cache.
         disk_bytes: Most bytes that the states of its jobs take on disk while it trains.
         disk_free_bytes: Bytes that are free where its run would be; None where that is not known.
+        rungs: Rungs of a preset whose numbers of jobs were lowered to fit a budget of time; empty where they were not.
     """
 
     task: str
@@ -130,6 +133,7 @@ class TaskPlan:
     profile: str = ""
     disk_bytes: int = 0
     disk_free_bytes: int | None = None
+    rungs: tuple[Rung, ...] = ()
 
     def cost(self, price_per_hour: float) -> tuple[float, float]:
         """Largest and expected cost of the task, in the currency of the price."""

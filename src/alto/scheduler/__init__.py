@@ -1,6 +1,6 @@
 """Scheduling decisions from plain numbers: resident jobs, task schedules, models of memory and time."""
 
-from alto.scheduler.estimate import JobWork, estimate_duration_s, expected_duration_s
+from alto.scheduler.estimate import JobWork, estimate_duration_s, expected_duration_s, fitted_rungs
 from alto.scheduler.fair_shares import ReceivedShare, TokenShares, jain_index, slot_shares, task_weights
 from alto.scheduler.fit import MemoryFit, ThroughputFit, fit_memory, fit_throughput, max_tokens, saturation
 from alto.scheduler.inter_task import (
@@ -51,6 +51,7 @@ __all__ = [
     "finish_times_s",
     "fit_memory",
     "fit_throughput",
+    "fitted_rungs",
     "forecast_last_jobs",
     "imbalance",
     "jain_index",

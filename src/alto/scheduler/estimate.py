@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from alto.records import Rung, Throughput
 from alto.scheduler.intra_task import plan_residents
 from alto.scheduler.residents import JobDemand, ResidentLimits
 from alto.spec.rungs import places_at
 
-__all__ = ["JobWork", "estimate_duration_s", "expected_duration_s"]
+__all__ = ["JobWork", "estimate_duration_s", "expected_duration_s", "fitted_rungs"]
+
+_SHARES_KEPT = (0.75, 0.5, 0.25, 0.0)
+"""Shares of the usual number of jobs that rungs may keep to fit a budget of time, the largest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +100,37 @@ def expected_duration_s(
         duration_s += estimate_duration_s(stage, throughput, limits, validation_tokens=validation_tokens)
         runners = _spread(runners, min(num_kept, len(runners)))
     return (1.0 - online_exit_share) * duration_s
+
+
+def fitted_rungs(
+    jobs: Sequence[JobWork],
+    throughput: Throughput,
+    limits: ResidentLimits,
+    *,
+    validation_tokens: int,
+    rungs: Sequence[Rung],
+    limit_s: float,
+) -> tuple[Rung, ...]:
+    """Return ``rungs`` that keep only as many jobs as can be trained within ``limit_s``.
+
+    Every rung keeps the same share of its usual number of jobs, and at least one. Where not even one job from every
+    rung fits, rungs keep one job.
+
+    Args:
+        jobs, throughput, limits, validation_tokens, rungs: As :func:`expected_duration_s` takes them.
+        limit_s: Seconds that the task may take.
+    """
+    usual = [places_at(rungs, index, len(jobs)) for index in range(len(rungs))]
+    found = tuple(rungs)
+    for share in _SHARES_KEPT:
+        if expected_duration_s(jobs, throughput, limits, validation_tokens=validation_tokens, rungs=found) <= limit_s:
+            break
+        kept = [max(1, math.ceil(share * places)) for places in usual]
+        found = tuple(
+            rung if rung.max_kept else replace(rung, keep=min(1.0, places / before), min_kept=places)
+            for rung, places, before in zip(rungs, kept, (len(jobs), *kept), strict=False)
+        )
+    return found
 
 
 def _demand(job: JobWork, num_steps_left: int, slot: int | None) -> JobDemand:

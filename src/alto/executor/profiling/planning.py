@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -18,7 +18,7 @@ from alto.executor.profiling.measure import MARGIN, measuring_budget, slot_bytes
 from alto.executor.profiling.meter import capacity_bytes
 from alto.executor.profiling.profile import Profile, find_profile, profile_task
 from alto.executor.profiling.sketch import lengths_of
-from alto.records import PackingForecast, TaskPlan, Throughput
+from alto.records import PackingForecast, Rung, TaskPlan, Throughput
 from alto.scheduler import (
     JobWork,
     Packing,
@@ -27,6 +27,7 @@ from alto.scheduler import (
     choose_packing,
     estimate_duration_s,
     expected_duration_s,
+    fitted_rungs,
     saturation,
 )
 from alto.spec import Budget, Task
@@ -50,7 +51,7 @@ def _has_open_limits(task: Task) -> bool:
 def pack(
     context: TaskContext, *, on_measuring: Callable[[float], None] = lambda _: None
 ) -> tuple[Task, TaskPlan | None]:
-    """The task with every limit set, and the plan that set them.
+    """The task with every limit set, and the plan that set them; its rungs fit its budget of time.
 
     On a GPU, where a CPU's memory may not be enough, and where the task has a budget of time, the task is profiled
     first, unless a profile is cached. Elsewhere a cached profile is used; without one, default limits apply and the
@@ -78,6 +79,11 @@ def pack(
     ):
         return _with_usual_limits(task), None
     found = plan(context, on_measuring=on_measuring)
+    if found.rungs:
+        rungs = tuple((rung.progress, rung.keep) for rung in found.rungs)
+        min_kept = tuple(rung.min_kept for rung in found.rungs)
+        early_exit = task.early_exit.replace(rungs=rungs, min_kept=min_kept)
+        task = task.replace(early_exit=early_exit).with_note(_rung_note(found.rungs))
     if not _has_open_limits(task):
         return task, found
     return (
@@ -160,12 +166,24 @@ def _plan(context: TaskContext, task: Task, on_measuring: Callable[[float], None
     references_s = 0.0
     if context.objective.needs_reference:  # an upper bound: they may be cached
         references_s = (context.data.train.num_tokens + validation_tokens) * profile.throughput.eval_token_s
+    limit_s, fitted = task.search.budget.max_duration_s(context.ranks.size) or math.inf, rungs
+    if context.fits_rungs:
+        fitted = fitted_rungs(
+            works,
+            profile.throughput,
+            limits,
+            validation_tokens=validation_tokens,
+            rungs=rungs,
+            limit_s=limit_s - references_s,
+        )
+    changed = () if fitted == rungs else tuple(rung for rung in fitted if rung.max_kept is None)
 
     def expected(throughput: Throughput) -> float:
-        if not rungs:
+        if not fitted:
             return estimate_duration_s(works, throughput, limits, validation_tokens=validation_tokens)
-        return expected_duration_s(works, throughput, limits, validation_tokens=validation_tokens, rungs=rungs)
+        return expected_duration_s(works, throughput, limits, validation_tokens=validation_tokens, rungs=fitted)
 
+    budget_notes = _budget_notes(changed, references_s + expected(profile.throughput), limit_s) if changed else ()
     modules = {module.name for job in jobs for module in job.shape.targets}
     parameters = [job.shape.num_parameters for job in jobs]
     return TaskPlan(
@@ -192,9 +210,10 @@ def _plan(context: TaskContext, task: Task, on_measuring: Callable[[float], None
         modules=hashlib.sha256("\n".join(sorted(modules)).encode()).hexdigest()[:16],
         is_cached=profile.is_cached,
         profile_s=profile.duration_s,
-        notes=_unsteady_notes(profile.throughput),
+        notes=(*budget_notes, *_unsteady_notes(profile.throughput)),
         profile=profile.name,
         disk_bytes=disk_bytes(context, packing.max_slots),
+        rungs=changed,
     )
 
 
@@ -231,6 +250,23 @@ def check_budget(budget: Budget, shortest_s: float, num_gpus: int, *, is_rough: 
         f"search.budget: expected enough to train one configuration to its end, which takes about "
         f"{math.ceil(shortest_s)} s for the shortest, found {found}. Raise {enough} at least, or train fewer "
         f"steps.{busy}"
+    )
+
+
+def _rung_note(rungs: Sequence[Rung]) -> str:
+    """A notice of rungs that keep fewer jobs to fit a budget of time."""
+    kept = ", ".join(str(rung.min_kept) for rung in rungs)
+    at = ", ".join(f"{100 * rung.progress:.3g}" for rung in rungs)
+    return f"To fit search.budget, the rungs at {at} % of the steps keep {kept} jobs."
+
+
+def _budget_notes(rungs: Sequence[Rung], expected_s: float, limit_s: float) -> tuple[str, ...]:
+    if expected_s <= limit_s:
+        return (_rung_note(rungs),)
+    return (
+        _rung_note(rungs),
+        f"Not all configurations can be ranked within search.budget: that takes about {math.ceil(expected_s)} s. The "
+        "best of those that are ranked in time is trained to its end.",
     )
 
 
