@@ -236,7 +236,7 @@ def test_its_exits_are_in_journal_report_and_replay(
     install()
     write_rows(tmp_path / "rows.jsonl", 40)
     (tmp_path / "task.yaml").write_text(FILES["task.yaml"], encoding="utf-8")
-    changes = ["num_train_epochs=4", "max_length=32", "r=2", "report_to=none"]
+    changes = ["num_train_epochs=4", "max_length=32", "r=2", "report_to=none", "early_exit.evaluation_share=all"]
     runs = tmp_path / "runs"
 
     def has_evaluated() -> bool:

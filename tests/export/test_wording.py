@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -13,6 +14,7 @@ from alto.export.wording import (
     describe_config,
     describe_rungs,
     describe_task,
+    describe_time,
     format_duration,
     format_loss,
     format_setting,
@@ -140,3 +142,22 @@ def test_compiling_says_how_far_it_is_and_then_how_long_it_took():
         "compiling kernels for the first step: 3 of 24",
         "24 kernels compiled in 1 min 02 s",
     ]
+
+
+def test_the_time_of_a_run_is_told_by_what_it_was_spent_on():
+    history = SimpleNamespace(
+        duration_s=90.0,
+        measuring_s=10.0,
+        time_s={"training": 60.0, "evaluation": 15.0, "saving": 1.0},
+        training_all_s=1800.0,
+        samples_trained=10,
+        samples_budgeted=300,
+    )
+    assert describe_time(history) == [
+        "time: training 60 %, evaluating 15 %, measuring 10 %, saving 1 %",
+        "training all jobs to their ends would take about 30 min 00 s",
+    ]
+    history.samples_trained = 300
+    assert len(describe_time(history)) == 1
+    history.time_s = {}
+    assert describe_time(history) == [], "journals of earlier versions do not tell"

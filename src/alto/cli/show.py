@@ -156,6 +156,8 @@ def _facts(run: RunDir, history: RunHistory, *, is_live: bool, now: float) -> di
         "done": share_done(history),
         "decided": history.decided_share,
         **_outlook(history, is_live=is_live and history.result is None, now=now),
+        "time_s": {**history.time_s, "measuring": history.measuring_s},
+        "training_all_s": history.training_all_s,
         "samples_trained": history.samples_trained,
         "samples_saved": history.samples_saved,
         "samples_cut_off": history.samples_cut_off,

@@ -7,7 +7,9 @@ policy.
 """
 
 from alto.early_exit.audit import Disagreement, audit, selection_of
+from alto.early_exit.common_rows import evaluation_order, mean_loss
 from alto.early_exit.divergence import Divergence
+from alto.early_exit.evaluation_budget import budgeted
 from alto.early_exit.gap import OverfittingGap
 from alto.early_exit.journal import exits_of
 from alto.early_exit.nonfinite import judge_step_loss
@@ -39,13 +41,16 @@ __all__ = [
     "Rule",
     "Selection",
     "audit",
+    "budgeted",
     "choose",
     "ema_of",
+    "evaluation_order",
     "evaluation_steps",
     "exits_of",
     "interval_of",
     "judge_step_loss",
     "magnitude",
+    "mean_loss",
     "point_at_share",
     "policy_from",
     "replay",

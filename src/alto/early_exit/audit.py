@@ -12,6 +12,7 @@ from alto.errors import RunError
 from alto.records import ExitDecision, ExitReason, exit_reason
 from alto.runs.events import (
     BaseEvaluated,
+    BestMeasured,
     Event,
     JobAdded,
     JobCompleted,
@@ -20,6 +21,7 @@ from alto.runs.events import (
     JobReopened,
     JournalEntry,
     RungScored,
+    TaskStarted,
     TrainSteps,
     WarmupEnded,
 )
@@ -86,10 +88,11 @@ def selection_of(entries: Iterable[JournalEntry]) -> Selection:
         total_steps=total_steps,
         loss_scales=scales,
         configuration_of={job.job: job.configuration for job in started.jobs if job.configuration is not None},
+        row_weights=started.ordered_weights,
     )
     for entry in entries:
         try:
-            _feed(selection, entry.event, started.metric)
+            _feed(selection, entry.event, started)
         except (RunError, KeyError, TypeError, ValueError) as error:
             raise RunError(
                 f"Journal, event {entry.seq} ({entry.name}): {error}"
@@ -98,16 +101,20 @@ def selection_of(entries: Iterable[JournalEntry]) -> Selection:
     return selection
 
 
-def _feed(selection: Selection, event: Event, metric: str) -> None:
+def _feed(selection: Selection, event: Event, started: TaskStarted) -> None:
+    metric, has_order = started.metric, bool(started.evaluation_order)
     match event:
         case TrainSteps(job=job) if selection.is_training(job):
             selection.observe_losses(job, event.first_step, event.losses)
         case JobEvaluated(job=job) if selection.is_training(job):
             score = score_of(metric, event.metrics)
-            selection.observe(job, event.step, event.validation_loss, score, event.metric_rows)
+            rows = event.loss_rows if has_order else ()
+            selection.observe(job, event.step, event.validation_loss, score, event.metric_rows, rows)
         case BaseEvaluated():
-            for job, start in start_values(event, metric).items():
+            for job, start in start_values(event, metric, has_order=has_order).items():
                 selection.observe_base(job, start)
+        case BestMeasured(job=job):
+            selection.observe_measured(job, event.validation_loss, event.loss_rows)
         case RungScored(scores=scores):
             selection.observe_scores(scores)
         case WarmupEnded():

@@ -71,12 +71,18 @@ def start_of(entries: Sequence[JournalEntry]) -> TaskStarted:
     )
 
 
-def start_values(event: BaseEvaluated, metric: str) -> dict[str, StartValue]:
-    """The evaluation before the first step of every job."""
+def start_values(event: BaseEvaluated, metric: str, *, has_order: bool = False) -> dict[str, StartValue]:
+    """The evaluation before the first step of every job; with the losses of rows where the task has an order of
+    evaluation."""
     starts = {}
     for value in event.values:
         score = score_of(metric, value.metrics)
-        start = StartValue(validation_loss=value.validation_loss, score=score, score_rows=value.metric_rows)
+        start = StartValue(
+            validation_loss=value.validation_loss,
+            score=score,
+            score_rows=value.metric_rows,
+            loss_rows=value.loss_rows if has_order else (),
+        )
         starts.update(dict.fromkeys(value.jobs, start))
     return starts
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from alto.early_exit.common_rows import on_scale_of
 from alto.errors import SpecError
 from alto.records import LossPoint, Rung, StartValue
 from alto.spec.early_exit import EARLIEST_IN_WARMUP
@@ -23,7 +24,11 @@ _EXACT = 1e-9
 
 
 def point_at_share(
-    history: Sequence[LossPoint], rung: Rung, total_steps: int, start: StartValue | None
+    history: Sequence[LossPoint],
+    rung: Rung,
+    total_steps: int,
+    start: StartValue | None,
+    row_weights: Sequence[float] = (),
 ) -> LossPoint | None:
     """The standing of a job after exactly ``rung.progress`` of its steps; None where no evaluation has reached it.
 
@@ -31,13 +36,16 @@ def point_at_share(
     large. So the loss (and the score) is interpolated between the two evaluations around the rung: linear in the
     logarithm of the steps, as loss curves are nearly so; before the first evaluation straight from ``start``. Without a
     value on the near side, and where one of the two is not finite, the evaluation at or after the rung stands.
-    Validation rows are interpolated like their mean; where one side has none, the result has none.
+    The near side is taken on the scale of the evaluation at or after the rung, whose rows the result has. Rows of a
+    score are interpolated like their mean; where one side has none, the result has none.
 
     Args:
         history: Evaluations of one job, oldest first.
         total_steps: Steps of the job.
         start: Evaluation before the first step; None where it is not known, as for a job that begins with another job's
             weights.
+        row_weights: Weight of every validation row, in the order of evaluation; empty where all evaluations are on all
+            rows.
     """
     reached = rung_step(rung, total_steps)
     index = next((index for index, point in enumerate(history) if point.step >= reached), None)
@@ -52,6 +60,7 @@ def point_at_share(
         near, share = start, exact / point.step
     if near is None or share >= 1.0 - _EXACT:
         return point
+    near = on_scale_of(point, near, row_weights)
     loss = _between(near.validation_loss, point.validation_loss, share)
     if not math.isfinite(loss):
         return point

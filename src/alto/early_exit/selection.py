@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from alto.early_exit import nonfinite
+from alto.early_exit.common_rows import on_one_scale, on_scale_of
 from alto.early_exit.noise import is_better, is_within_noise, leading_group
 from alto.early_exit.policy import Policy
 from alto.early_exit.progress import point_at_share
@@ -61,6 +62,8 @@ class Selection:
             named.
         configuration_of: By job that repeats a configuration with another seed: id of the configuration, that of one
             of the jobs. Rungs rank configurations by the means of their jobs.
+        row_weights: Weight of every validation row, in the order of evaluation; empty where all evaluations are on all
+            rows.
 
     Raises:
         RunError: Raised by every observing method, if the event is not possible in the present state.
@@ -74,8 +77,10 @@ class Selection:
         total_steps: Mapping[str, int],
         loss_scales: Mapping[str, str] | None = None,
         configuration_of: Mapping[str, str] | None = None,
+        row_weights: Sequence[float] = (),
     ) -> None:
         self.policy = policy
+        self._row_weights = row_weights
         self._ema_alpha = ema_alpha
         scales = loss_scales or {}
         self._configuration_of = dict(configuration_of or {})
@@ -86,6 +91,7 @@ class Selection:
         self._ranked_at: list[list[Standing]] = []
         self._num_changes = 0
         self._scores: dict[str, FinalistScore] = {}
+        self._measured: set[str] = set()
 
     def observe_losses(self, job: str, first_step: int, losses: Sequence[float]) -> ExitDecision | None:
         """Observe the training losses of consecutive steps from ``first_step`` (1-based) on.
@@ -120,7 +126,13 @@ class Selection:
         track.start = start
 
     def observe(
-        self, job: str, step: int, validation_loss: float, score: float = 0.0, score_rows: Sequence[float] = ()
+        self,
+        job: str,
+        step: int,
+        validation_loss: float,
+        score: float = 0.0,
+        score_rows: Sequence[float] = (),
+        loss_rows: Sequence[float] = (),
     ) -> ExitDecision | None:
         """Observe an evaluation after ``step`` steps, whose training losses must all have been observed.
 
@@ -130,6 +142,8 @@ class Selection:
             validation_loss: Validation loss.
             score: Result of :func:`alto.spec.metric.score_of`, a finite number; 0 where only the loss decides.
             score_rows: The metric on every validation row, where it is known.
+            loss_rows: Loss of every row of the evaluation, in the order of evaluation; empty where evaluations are on
+                all rows.
         """
         track = self._tracks[job]
         done, last = track.ema.count, track.steps
@@ -147,6 +161,7 @@ class Selection:
             score_rows=tuple(score_rows),
             loss_scale=track.loss_scale,
             start_loss=None if track.start is None else track.start.validation_loss,
+            loss_rows=tuple(loss_rows),
         )
         track.history.append(point)
         self._num_changes += 1
@@ -155,12 +170,16 @@ class Selection:
             if track.peak is None or point.score > track.peak.score:
                 track.peak = point
             # Steps that are each within noise of the previous one must not lead away from the best score.
-            if track.best is None or (is_better(point, track.best) and is_within_noise(point, track.peak)):
+            if track.best is None or (
+                is_better(on_scale_of(track.best, point, self._row_weights), track.best)
+                and is_within_noise(point, track.peak)
+            ):
                 track.best = point
             if step == track.total_steps:
                 track.finished = True
                 return None
-            verdict = self.policy.judge(track.history[track.judged_from :]) or self._judge_late(track, job)
+            judged = on_one_scale(track.history[track.judged_from :], self._row_weights)
+            verdict = self.policy.judge(judged) or self._judge_late(track, job)
         if verdict is not None:
             self.end(verdict)
         return verdict
@@ -173,6 +192,15 @@ class Selection:
         _require(track.ema.count == track.total_steps, f"all steps of {job}, found {track.ema.count} of them")
         self._num_changes += 1
         track.finished = True
+
+    def observe_measured(self, job: str, validation_loss: float, loss_rows: Sequence[float]) -> None:
+        """Observe the best checkpoint of ``job`` on more rows, after all jobs have ended: jobs measured so come before
+        all others in the end."""
+        _require(not self.training, "all jobs to have ended, found that some train")
+        track = self._tracks[job]
+        assert track.best is not None, f"{job} was evaluated"
+        track.best = replace(track.best, validation_loss=validation_loss, loss_rows=tuple(loss_rows))
+        self._measured.add(job)
 
     def observe_scores(self, scores: Sequence[FinalistScore]) -> None:
         """Observe the scores of the answers of jobs that stand at the next rung, which ranks by them; none where they
@@ -302,12 +330,15 @@ class Selection:
 
     def standings(self) -> tuple[Standing, ...]:
         """Standings of all jobs that compete at the next rung, by job id."""
-        standings = []
+        points = []
         for job, track in sorted(self._tracks.items()):
             point = self._at_rung(job, self._rungs_held) if self._stands_at_rung(job) else track.stands_with
             if point is not None and track.late_rung is None:
-                standings.append(track.standing(point, self._scores.get(job)))
-        return tuple(standings)
+                points.append(point)
+        return tuple(
+            self._tracks[point.job].standing(point, self._scores.get(point.job))
+            for point in on_one_scale(points, self._row_weights)
+        )
 
     def select(self) -> RungResult:
         """Decide the next rung: rank, end those dropped, and let the others continue."""
@@ -393,7 +424,9 @@ class Selection:
 
     def _ranked_bests(self) -> list[Repeated[LossPoint]]:
         bests = [track.best for track in self._tracks.values() if track.best is not None]
-        return ranked_configurations(bests, self._configuration_of, self._failed_configurations())
+        bests = on_one_scale(bests, self._row_weights)
+        ranked = ranked_configurations(bests, self._configuration_of, self._failed_configurations())
+        return sorted(ranked, key=lambda group: not self._measured.issuperset(one.job for one in group.members))
 
     def _failed_configurations(self) -> set[str]:
         """Repeated configurations of which a job has diverged or failed."""
@@ -430,7 +463,8 @@ class Selection:
             return None
         track = self._tracks[job]
         if self.policy.equal_shares:
-            return point_at_share(track.history, self.policy.rungs[index], track.total_steps, track.start)
+            rung = self.policy.rungs[index]
+            return point_at_share(track.history, rung, track.total_steps, track.start, self._row_weights)
         return next((point for point in track.history if point.step >= self._stop(job, index)), None)
 
     def _stands_at_rung(self, job: str) -> bool:

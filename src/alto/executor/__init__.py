@@ -8,7 +8,7 @@ from alto.executor.executor import Executor, run_alone
 from alto.executor.job_state import JobState, initial_states
 from alto.executor.micro_batches import MicroBatches
 from alto.executor.model_notes import model_notes
-from alto.executor.planned_job import PlannedJob, may_fit_rungs, plan_jobs, resolve_rungs
+from alto.executor.planned_job import PlannedJob, budget_evaluations, may_fit_rungs, plan_jobs, resolve_rungs
 from alto.executor.ranks import Ranks
 from alto.executor.recovery import ResumeState, check_base, check_precision, read_refusal, recover
 from alto.executor.session import TaskSession
@@ -32,6 +32,7 @@ __all__ = [
     "TaskContext",
     "TaskSession",
     "Trainer",
+    "budget_evaluations",
     "build_trainer",
     "check_base",
     "check_precision",

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from alto.executor.job_state import JobState
 from alto.executor.memory_errors import RowTooLargeError
-from alto.executor.recorder import JournalRecorder
+from alto.executor.recorder import JournalRecorder, kept_rows
 from alto.executor.start_adapter import beginning_with
 from alto.executor.tally import Evaluated
 from alto.executor.task_state import TaskState
@@ -27,17 +27,24 @@ def evaluate_base(state: TaskState, recorder: JournalRecorder) -> None:
         alike.setdefault(job.config.objective, []).append(job)
     configs = [jobs[0].config for jobs in alike.values()]
     tested: list[Evaluated] = []
+    evaluations, order = state.context.task.early_exit.evaluations, state.context.evaluation_order
+    rows = None if evaluations is None else order[: evaluations[0][1]]
     try:
         with beginning_with(state.context.start, state.context.backbone, state.slot_manager.bank.reinject) as within:
-            found = state.trainer.evaluate_base(state.context, configs, within=within)
-            if state.context.data.test is not None:
+            found = state.trainer.evaluate_base(state.context, configs, within=within, rows=rows)
+            if state.context.data.test is not None and evaluations is None:
                 tested = state.trainer.evaluate_base(state.context, configs, "test", within)
     except RowTooLargeError:
         return
     metric = state.context.task.metric
     for jobs, value in zip(alike.values(), found, strict=True):
         score = score_of(metric, value.metrics)
-        start = StartValue(validation_loss=value.loss, score=score, score_rows=value.rows_of(state.context.row_metric))
+        start = StartValue(
+            validation_loss=value.loss,
+            score=score,
+            score_rows=value.rows_of(state.context.row_metric),
+            loss_rows=kept_rows(state.context, value),
+        )
         for job in jobs:
             state.selection.observe_base(job.id, start)
     recorder.base_evaluated(
@@ -45,7 +52,7 @@ def evaluate_base(state: TaskState, recorder: JournalRecorder) -> None:
             ([job.id for job in of_one], value, tested[index] if tested else None)
             for index, (of_one, value) in enumerate(zip(alike.values(), found, strict=True))
         ],
-        state.context.row_metric,
+        state.context,
     )
 
 
@@ -64,6 +71,7 @@ def start_like_others(clone: JobState, state: TaskState, recorder: JournalRecord
             state.selection.observe_base(clone.id, start)
             metrics = {} if metric == LOSS else {metric: start.score}
             rows = {metric: start.score_rows} if start.score_rows else {}
+            rows = {LOSS: start.loss_rows} if start.loss_rows else rows
             known = Evaluated(loss=start.validation_loss, metrics=metrics, rows=rows)
-            recorder.base_evaluated([([clone.id], known, None)], state.context.row_metric)
+            recorder.base_evaluated([([clone.id], known, None)], state.context)
             return

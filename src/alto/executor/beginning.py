@@ -72,6 +72,7 @@ def begin_events(state: TaskState, start: RunStart) -> Iterator[Event]:
         num_train=len(data.train),
         num_validation=len(data.validation),
         validation_weights=tuple(data.validation.weights),
+        evaluation_order=context.evaluation_order,
         data=_described(data, data_fingerprints(data, context.base.chat_template)),
         notes=(
             *start.resume_state.notes,

@@ -99,7 +99,7 @@ def conclude(
         recorder.samples_generated(hooks.generate({job: run_dir.job(job, "best") for job in jobs}, stop_if_asked))
     if hooks.check is not None and state.context.ranks.is_first:
         recorder.adapter_checked(winner.job, hooks.check(run_dir.job(winner.job, "best")))
-    recorder.task_completed(winner, chosen.tied, state.jobs.values())
+    recorder.task_completed(winner, chosen.tied, state.jobs.values(), state.stopwatch.time_s)
 
 
 def _first_choice(state: TaskState) -> _Choice | None:

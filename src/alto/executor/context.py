@@ -8,7 +8,7 @@ from typing import Self
 
 from alto.backbone import Backbone, check_classifier, check_router_loss
 from alto.data import TaskData
-from alto.early_exit import Policy, policy_from
+from alto.early_exit import Policy, evaluation_order, policy_from
 from alto.executor.planned_job import PlannedJob, plan_job, plan_jobs, trains_router_loss
 from alto.executor.ranks import Ranks
 from alto.executor.start_adapter import StartAdapter
@@ -105,6 +105,31 @@ class TaskContext:
     def row_tokens(self) -> float:
         """Mean tokens of a training row."""
         return self.data.train.num_tokens / len(self.data.train)
+
+    @cached_property
+    def evaluation_order(self) -> tuple[int, ...]:
+        """The order in which validation rows are evaluated; empty where every evaluation is on all rows."""
+        if self.task.early_exit.evaluations is None:
+            return ()
+        return evaluation_order(len(self.data.validation), self.task.data_seed)
+
+    @property
+    def evaluation_tokens(self) -> int:
+        """Tokens of one evaluation on all rows. One that is a job's best so far, as most are, reads the test rows too,
+        unless adapters are tested in the end."""
+        held_out = self.data.splits[1:2] if self.evaluation_order else self.data.splits[1:]
+        return sum(split.num_tokens for split in held_out)
+
+    @property
+    def has_final_evaluations(self) -> bool:
+        """Whether evaluations are on few rows, so that the best adapters are measured in the end."""
+        return bool(self.evaluation_order)
+
+    @property
+    def row_weights(self) -> tuple[float, ...]:
+        """Weights of the validation rows in `evaluation_order`."""
+        weights = self.data.validation.weights
+        return tuple(weights[row] for row in self.evaluation_order)
 
     @property
     def row_values(self) -> tuple[str, ...]:

@@ -175,9 +175,10 @@ class Executor:
         values = [None] * len(jobs) if trainer.balance is None else trainer.balance.values()
         of_jobs = zip(jobs, trainer.read(losses), values, strict=True)
         losses_of = {id(job): (loss, router_loss) for job, loss, router_loss in of_jobs}
-        if len(self.sessions) == 1:
-            for session in self.sessions.values():
-                session.timed(jobs, time.perf_counter() - began_s)
+        duration_s, num_tokens = time.perf_counter() - began_s, sum(job.next_step_tokens for job in jobs)
+        for name, active in jobs_of.items():
+            part_s = duration_s * sum(job.next_step_tokens for job in active) / num_tokens
+            self.sessions[name].timed(active, part_s, is_alone=len(self.sessions) == 1)
         stepped = {name: [job for job in active if trainer.has_stepped(job)] for name, active in jobs_of.items()}
         self._count(stepped, ready)
         for name, active in stepped.items():

@@ -169,7 +169,7 @@ class Exploration:
         """Seconds of one evaluation of one job; on the test rows, too, as they may be read with it."""
         if self._throughput is None:
             return 0.0  # as a part of the turns that were timed
-        return self._throughput.eval_token_s * sum(split.num_tokens for split in self._state.context.data.splits[1:])
+        return self._throughput.eval_token_s * self._state.context.evaluation_tokens
 
     def _need(self, job: JobState, time: TimeSpent, *, done: int | None = None) -> Need:
         """What ``job`` needs after ``done`` steps, None for those that it has done."""
@@ -192,7 +192,7 @@ class Exploration:
         num_steps = job.total_steps - done
         if self._throughput is None:
             return float(num_steps)
-        num_evaluations = sum(step > done for step in job.planned.evaluation_steps)
+        num_evaluations = job.planned.evaluations_after(done, len(self._state.context.data.validation))
         return num_steps * self._throughput.duration_s(1, job.step_tokens) + num_evaluations * self._evaluation_s
 
     def _end(self, jobs: Sequence[str]) -> None:

@@ -187,7 +187,7 @@ class JobLifecycle:
             self._recorder.losses(job)
             state.slot_manager.save(job)
         ranks.barrier()  # until every state is on disk
-        self._recorder.checkpoint(state.jobs.values())
+        self._recorder.checkpoint(state.jobs.values(), state.stopwatch.time_s)
         if ranks.is_first:
             state.slot_manager.remove_predecessors(state.jobs.values())
         ranks.barrier()  # until the journal is on disk too

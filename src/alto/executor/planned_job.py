@@ -3,21 +3,39 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
 from alto.backbone import router_coefficient
-from alto.data import DataOrder, MixtureOrder
-from alto.early_exit import evaluation_steps, policy_from
+from alto.data import DataOrder, MixtureOrder, TaskData
+from alto.early_exit import budgeted, evaluation_steps, policy_from
 from alto.lora import AdapterShape, adapter_shape, check_optimizer
 from alto.search import population_rungs
 from alto.spec import Job, JobConfig, Task
 from alto.spec.job_config import SHAPE_FIELDS
-from alto.spec.rungs import rung_step
+from alto.spec.method import learns_from_pairs
+from alto.spec.metric import LOSS
+from alto.spec.rungs import ceil_share, rung_step
 
-__all__ = ["PlannedJob", "may_fit_rungs", "plan_job", "plan_jobs", "resolve_rungs", "trains_router_loss"]
+__all__ = [
+    "PlannedJob",
+    "budget_evaluations",
+    "may_fit_rungs",
+    "plan_job",
+    "plan_jobs",
+    "resolve_rungs",
+    "trains_router_loss",
+]
+
+
+FORWARD_SHARE = 0.4
+"""Time to evaluate a token over the time to train it. Source: CPU, a model of 135M parameters."""
+
+_WITH_ROW_LOSSES = ("sft", "dpo", "orpo", "cpo")
+"""Methods whose loss is a mean over rows, none of which depends on another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +50,7 @@ class PlannedJob:
         schedule_steps: Steps that its learning-rate schedule spans; more where a winner is trained again on all rows,
             up to the step of its best checkpoint.
         evaluation_steps: Counts of steps done after which it is evaluated; none where there is no validation.
+        evaluation_rows: By these counts, on how many validation rows; empty where every evaluation is on all.
         ranking_steps: Those of them after which it is compared with other jobs: at rungs, and at its end.
         router_aux_loss_coef: Factor of the load-balancing loss of the routers in its loss; 0 where it is not added.
     """
@@ -42,12 +61,18 @@ class PlannedJob:
     total_steps: int
     schedule_steps: int
     evaluation_steps: frozenset[int]
+    evaluation_rows: Mapping[int, int]
     ranking_steps: frozenset[int]
     router_aux_loss_coef: float
 
     @property
     def id(self) -> str:
         return self.job.id
+
+    def evaluations_after(self, step: int, num_rows: int) -> float:
+        """Return how many evaluations on all ``num_rows`` validation rows those after ``step`` steps amount to."""
+        later = [at for at in self.evaluation_steps if at > step]
+        return sum(self.evaluation_rows.get(at, num_rows) for at in later) / num_rows if num_rows else 0.0
 
     @property
     def config(self) -> JobConfig:
@@ -76,7 +101,11 @@ def plan_job(
     total_steps = schedule_steps if task.refit is None else task.refit.steps
     rungs = policy_from(task.early_exit).rungs
     is_validated = task.refit is None
-    points = evaluation_steps(total_steps, task.eval_steps, rungs) if is_validated else ()
+    rows: dict[int, int] = {}
+    for progress, num_rows_then in (task.early_exit.evaluations or ()) if is_validated else ():
+        step = max(1, ceil_share(progress, total_steps))
+        rows[step] = max(num_rows_then, rows.get(step, 0))
+    points = rows or (evaluation_steps(total_steps, task.eval_steps, rungs) if is_validated else ())
     ranking = (total_steps, *(rung_step(rung, total_steps) for rung in rungs)) if is_validated else ()
     return PlannedJob(
         job=job,
@@ -85,6 +114,7 @@ def plan_job(
         total_steps=total_steps,
         schedule_steps=schedule_steps,
         evaluation_steps=frozenset(points),
+        evaluation_rows=rows,
         ranking_steps=frozenset(ranking),
         router_aux_loss_coef=router_coefficient(model, config.router_aux_loss_coef, task.method),
     )
@@ -165,6 +195,39 @@ def resolve_rungs(task: Task, num_rows: int, *, begins: bool = True) -> Task:
     steps = {config.total_steps(num_rows) for config in (*configs, *task.extreme_configs())}
     is_fitted = begins and (task.scoring is None or not task.scoring.rungs)  # rungs that are scored are a user's own
     return task.replace(early_exit=early_exit.resolved(lr_warmup=max(shares), steps=steps if is_fitted else ()))
+
+
+def budget_evaluations(task: Task, data: TaskData, *, has_preset: bool) -> Task:
+    """Return ``task`` with the evaluations that ``early_exit.evaluation_share`` pays for; as it is where that does not
+    apply.
+
+    Args:
+        task: Its rungs are resolved, see :func:`resolve_rungs`.
+        data: Its rows, tokenised.
+        has_preset: Whether its rungs are those of a preset, of which some may be left out.
+    """
+    early_exit = task.early_exit
+    applies = early_exit.enabled and early_exit.policy == "alto" and early_exit.evaluation_share != "all"
+    is_comparable = task.metric == LOSS and task.method in _WITH_ROW_LOSSES
+    if not applies or not is_comparable or early_exit.evaluations is not None or not data.has_validation:
+        return task
+    num_rows = len(data.train)
+    samples = statistics.fmean(
+        config.samples_after(config.total_steps(num_rows), num_rows) for config in (job.config for job in task.jobs)
+    )
+    validation_tokens = data.validation.num_tokens / len(data.validation)
+    job_tokens = samples * data.train.num_tokens / num_rows
+    has_scored_rungs = task.scoring is not None and bool(task.scoring.rungs)
+    early_exit = budgeted(
+        early_exit,
+        num_jobs=len(task.jobs),
+        num_rows=len(data.validation),
+        row_cost=FORWARD_SHARE * validation_tokens / job_tokens,
+        every=task.eval_steps,
+        are_pairs=bool(learns_from_pairs(task.method)),
+        drops_rungs=has_preset and task.search.algorithm != "pbt" and not has_scored_rungs,
+    )
+    return task.replace(early_exit=early_exit)
 
 
 def may_fit_rungs(task: Task) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from alto.executor.context import TaskContext
 from alto.executor.job_state import JobState
 from alto.executor.memory_errors import MemoryEvent
 from alto.executor.ranks import Ranks
@@ -16,6 +17,7 @@ from alto.runs import Event, Journal, RunDir
 from alto.runs.events import (
     AdapterChecked,
     BaseEvaluated,
+    BestMeasured,
     CheckpointSaved,
     CommandRefused,
     FinalistsJudged,
@@ -89,21 +91,21 @@ class JournalRecorder:
             self._record_memory_events()
 
     def base_evaluated(
-        self, found: Iterable[tuple[Sequence[str], Evaluated, Evaluated | None]], row_metric: str | None
+        self, found: Iterable[tuple[Sequence[str], Evaluated, Evaluated | None]], context: TaskContext
     ) -> None:
         """The evaluations of the frozen base.
 
         Args:
             found: Ids of the jobs that one applies to, and what it gives on the validation rows and on the test rows.
-            row_metric: The metric that the task selects by; None where that is the loss.
+            context: The task.
         """
         values = tuple(
             StartMeasurement(
                 jobs=tuple(jobs),
                 validation_loss=value.loss,
                 metrics=value.metrics,
-                metric_rows=value.rows_of(row_metric),
-                loss_rows=_compact(value.rows_of(LOSS)),
+                metric_rows=value.rows_of(context.row_metric),
+                loss_rows=kept_rows(context, value) or _compact(value.rows_of(LOSS)),
                 **_test_facts(test),
             )
             for jobs, value, test in found
@@ -250,7 +252,28 @@ class JournalRecorder:
                 is_best=is_best,
                 metrics=found.metrics,
                 metric_rows=found.rows_of(job.context.row_metric),
-                loss_rows=_compact(found.rows_of(LOSS)) if is_best or job.step in job.planned.ranking_steps else (),
+                loss_rows=kept_rows(job.context, found)
+                or (_compact(found.rows_of(LOSS)) if is_best or job.step in job.planned.ranking_steps else ()),
+                **_test_facts(test),
+            )
+        )
+
+    def best_measured(self, best: LossPoint, found: Evaluated, context: TaskContext, test: Evaluated | None) -> None:
+        """Record that the best adapter of a job was measured in the end.
+
+        Args:
+            best: Its best evaluation.
+            found: Loss and metrics on the rows of the measurement.
+            context: The task.
+            test: Loss on the test rows; None where it was not measured.
+        """
+        self._journal.append(
+            BestMeasured(
+                job=best.job,
+                step=best.step,
+                validation_loss=found.loss,
+                metrics=found.metrics,
+                loss_rows=kept_rows(context, found),
                 **_test_facts(test),
             )
         )
@@ -286,8 +309,13 @@ class JournalRecorder:
             )
         )
 
-    def checkpoint(self, jobs: Iterable[JobState]) -> None:
-        """Commit what is on disk of ``jobs``: this event survives a loss of power when the call returns."""
+    def checkpoint(self, jobs: Iterable[JobState], time_s: Mapping[str, float]) -> None:
+        """Commit what is on disk of ``jobs``: this event survives a loss of power when the call returns.
+
+        Args:
+            jobs: All of the task.
+            time_s: Seconds that the task has spent, by what on.
+        """
         saved = {
             job.id: SavedJob(
                 step=job.saved_step, slot=job.slot, best_step=job.saved_best_step, is_resumable=job.is_resumable
@@ -295,7 +323,7 @@ class JournalRecorder:
             for job in jobs
             if job.saved_step
         }
-        self._journal.append(CheckpointSaved(jobs=saved))
+        self._journal.append(CheckpointSaved(jobs=saved, time_s=_rounded(time_s)))
         self._journal.sync()
 
     def share_received(self, received: ReceivedShare) -> None:
@@ -337,13 +365,16 @@ class JournalRecorder:
         """The best adapter was checked with PEFT, or could not be loaded."""
         self._journal.append(AdapterChecked(job=job, **asdict(found)))
 
-    def task_completed(self, winner: LossPoint, tied: Iterable[LossPoint], jobs: Iterable[JobState]) -> None:
+    def task_completed(
+        self, winner: LossPoint, tied: Iterable[LossPoint], jobs: Iterable[JobState], time_s: Mapping[str, float]
+    ) -> None:
         """The best job, and the cost of the task.
 
         Args:
             winner: Best evaluation of the best job.
             tied: Best evaluations of other jobs whose score by the task's metric is within noise of the winner's.
             jobs: All of the task.
+            time_s: Seconds that the task has spent, by what on.
         """
         jobs = list(jobs)
         self._journal.append(
@@ -355,6 +386,7 @@ class JournalRecorder:
                 within_noise=tuple(
                     TiedJob(job=point.job, score=point.score, validation_loss=point.validation_loss) for point in tied
                 ),
+                time_s=_rounded(time_s),
             )
         )
         self._journal.sync()
@@ -381,6 +413,18 @@ def _test_facts(test: Evaluated | None) -> dict[str, Any]:
     if test is None:
         return {}
     return {"test_loss": test.loss, "test_rows": _compact(test.rows_of(LOSS)), "test_metrics": test.metrics}
+
+
+def kept_rows(context: TaskContext, found: Evaluated) -> tuple[float, ...]:
+    """The losses of rows that decisions are made of, as they are in the journal: six significant digits. None where
+    every evaluation of the task is on all rows."""
+    if not context.evaluation_order:
+        return ()
+    return tuple(float(f"{value:.6g}") for value in found.rows_of(LOSS))
+
+
+def _rounded(time_s: Mapping[str, float]) -> dict[str, float]:
+    return {name: round(seconds, 3) for name, seconds in time_s.items()}
 
 
 def _compact(rows: Sequence[float]) -> tuple[float, ...]:

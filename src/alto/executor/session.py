@@ -21,12 +21,13 @@ from alto.executor.lifecycle import JobLifecycle
 from alto.executor.memory_errors import RowTooLargeError
 from alto.executor.micro_batches import MicroBatches
 from alto.executor.profiling.refine import StepTimes
-from alto.executor.recorder import JournalRecorder
+from alto.executor.recorder import JournalRecorder, kept_rows
 from alto.executor.rung_scoring import score_rung
 from alto.executor.shared_bank import SharedBank
 from alto.executor.stages import build_state, check_resumable, max_tokens_per_pass, with_references
 from alto.executor.tally import Evaluated
 from alto.executor.task_state import TaskState
+from alto.records import LossPoint
 from alto.runs import Command, Journal, Mailbox, resume_command
 from alto.scheduler import ReceivedShare
 from alto.search import TimeSpent
@@ -181,7 +182,8 @@ class TaskSession:
         else:
             self._recorder.begin(begin_events(self.state, self._start), self._start.resume_state.refusal)
             self._compile_kernels()
-            evaluate_base(self.state, self._recorder)
+            with self.state.stopwatch.timing("evaluation"):
+                evaluate_base(self.state, self._recorder)
 
     def _compile_kernels(self) -> None:
         """Compile what the first step would otherwise wait for, and record how far it is."""
@@ -229,7 +231,8 @@ class TaskSession:
         if not self.state.selection.training and self._exploration.can_finish_another(self._inputs.time):
             self._exploration.suggest(1)  # all jobs have ended at once
         if not self.state.selection.training:
-            return False
+            # The best adapters are measured in a slot of the bank, which jobs of other tasks may have.
+            return self.state.context.has_final_evaluations and not self.state.slot_manager.has_free_slot()
         if self._inputs.is_interrupted:
             self._interrupt()
         return True
@@ -274,9 +277,17 @@ class TaskSession:
         else:
             self._finish([job for job in competing if job.step == job.total_steps])
 
-    def timed(self, jobs: Sequence[JobState], duration_s: float) -> None:
-        """Note how long a step took in which jobs of this task alone have trained; before they are :meth:`stepped`."""
-        self._step_times.note(jobs, duration_s)
+    def timed(self, jobs: Sequence[JobState], duration_s: float, *, is_alone: bool) -> None:
+        """Note how long its part of a step took; before its jobs are :meth:`stepped`.
+
+        Args:
+            jobs: Its jobs in the step.
+            duration_s: Seconds.
+            is_alone: Whether no jobs of other tasks trained.
+        """
+        self.state.stopwatch.add("training", duration_s)
+        if is_alone:
+            self._step_times.note(jobs, duration_s)
 
     def row_too_large(self, error: RowTooLargeError) -> None:
         """End the job of this task whose row does not fit into memory."""
@@ -297,6 +308,8 @@ class TaskSession:
         self._record_share()
         self._refine_profile()
         self.save()
+        with self.state.stopwatch.timing("evaluation"):
+            self._measure_best()
         conclude(self.state, self._recorder, self._start.run_dir, self._hooks, self._stop_if_asked)
         self._control.close()
 
@@ -351,7 +364,8 @@ class TaskSession:
 
     def _evaluate(self, jobs: Sequence[JobState]) -> None:
         selection, context = self.state.selection, self.state.context
-        jobs, found = self._evaluated(jobs)
+        with self.state.stopwatch.timing("evaluation"):
+            jobs, found = self._evaluated(jobs)
         self._exploration.evaluated(len(jobs))
         decisions = [
             selection.observe(
@@ -360,13 +374,15 @@ class TaskSession:
                 value.loss,
                 score_of(context.task.metric, value.metrics),
                 value.rows_of(context.row_metric),
+                kept_rows(context, value),
             )
             for job, value in zip(jobs, found, strict=True)
         ]
         best = [job for job in jobs if (point := selection.best(job.id)) is not None and point.step == job.step]
         for job in best:
             self.state.slot_manager.keep_best(job)
-        tested = self._tested(self._to_be_tested(best))
+        with self.state.stopwatch.timing("evaluation"):
+            tested = self._tested(self._to_be_tested(best))
         for job, value, decision in zip(jobs, found, decisions, strict=True):
             self._recorder.losses(job)
             train_ema = selection.history(job.id)[-1].train_ema
@@ -387,18 +403,63 @@ class TaskSession:
         """Evaluate ``jobs``; jobs that cannot be evaluated end."""
         while jobs:
             try:
-                return jobs, self.state.trainer.evaluate(jobs)
+                return jobs, self.state.trainer.evaluate(jobs, rows=self._rows_of(jobs))
             except RowTooLargeError as error:
                 self._lifecycle.fail(error)
             jobs = [job for job in jobs if self.state.is_competing(job)]
         return (), ()
 
+    def _rows_of(self, jobs: Sequence[JobState]) -> list[tuple[int, ...]] | None:
+        """The validation rows that ``jobs`` are evaluated on after their present steps; None for all."""
+        order = self.state.context.evaluation_order
+        return [order[: job.planned.evaluation_rows[job.step]] for job in jobs] if order else None
+
+    def _measure_best(self) -> None:
+        """Measure the best adapters of the best jobs where their evaluations were on few rows."""
+        context, selection = self.state.context, self.state.selection
+        if not context.has_final_evaluations:
+            return
+        assert context.task.early_exit.final_evaluations is not None, "evaluations are planned together"
+        count, num_rows = context.task.early_exit.final_evaluations
+        found: list[tuple[LossPoint, Evaluated]] = []
+        for best in selection.leaders(count):
+            job = self.state.jobs[best.job]
+            with self.state.slot_manager.holding_best(job):
+                [value] = self.state.trainer.evaluate([job], rows=[context.evaluation_order[:num_rows]])
+            found.append((best, value))
+        for best, value in found:
+            selection.observe_measured(best.job, value.loss, kept_rows(context, value))
+        tested = self._tested_best([best for best, _ in found])
+        for best, value in found:
+            self._recorder.best_measured(best, value, context, tested.get(best.job))
+
+    def _tested_best(self, measured: Sequence[LossPoint]) -> dict[str, Evaluated]:
+        """The losses on the test rows of the measured jobs that may win, by job."""
+        found: dict[str, Evaluated] = {}
+        if self.state.context.data.test is None or self.state.context.task.test_jobs == "all":
+            return found
+        winner = self.state.selection.winner()
+        for best in measured:
+            job = self.state.jobs[best.job]
+            if self._is_won_by_loss and winner is not None and best.job != winner.job:
+                continue
+            with self.state.slot_manager.holding_best(job):
+                found |= self._tested([job])
+        return found
+
+    @property
+    def _is_won_by_loss(self) -> bool:
+        """Whether the job with the lowest validation loss wins, and nothing else can choose another."""
+        task = self.state.context.task
+        return task.metric == LOSS and task.select_by == "metric" and not task.repetitions
+
     def _to_be_tested(self, best: Sequence[JobState]) -> Sequence[JobState]:
         """Those of jobs with a new best evaluation whose test loss the result may need: the winner by the validation
         loss has led since its best evaluation. What else chooses a winner may turn to any job."""
         task, selection = self.state.context.task, self.state.selection
-        is_by_loss = task.metric == LOSS and task.select_by == "metric" and not task.repetitions
-        if task.test_jobs == "all" or not is_by_loss:
+        if self.state.context.has_final_evaluations and task.test_jobs != "all":
+            return []
+        if task.test_jobs == "all" or not self._is_won_by_loss:
             return best
         leader = selection.winner()
         return [job for job in best if leader is not None and job.id == leader.job]

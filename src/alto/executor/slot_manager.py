@@ -15,6 +15,7 @@ from alto.executor.context import TaskContext
 from alto.executor.job_state import JobState
 from alto.executor.micro_batches import OnMemoryEvent
 from alto.executor.shared_bank import SharedBank
+from alto.executor.stopwatch import Stopwatch
 from alto.executor.trainer import Trainer
 from alto.lora import AdapterWeights, ModuleNames, read_adapter, write_adapter
 from alto.runs import RunDir
@@ -32,6 +33,7 @@ class SlotManager:
         context: The task.
         run_dir: Holds the states of jobs.
         on_memory_event: Called each time memory ran out, with the jobs of this task that are involved.
+        stopwatch: Adds up what the task spends its time on.
 
     Attributes:
         bank: Shared with the other tasks of the executor.
@@ -41,8 +43,16 @@ class SlotManager:
         error: What ends this task at its next turn: another task's arrival must not fail by it.
     """
 
-    def __init__(self, bank: SharedBank, context: TaskContext, run_dir: RunDir, on_memory_event: OnMemoryEvent) -> None:
+    def __init__(
+        self,
+        bank: SharedBank,
+        context: TaskContext,
+        run_dir: RunDir,
+        on_memory_event: OnMemoryEvent,
+        stopwatch: Stopwatch | None = None,
+    ) -> None:
         self.bank = bank
+        self.stopwatch = stopwatch or Stopwatch()
         self.context = context
         self.jobs: tuple[JobState, ...] = ()
         self.on_lost_slot: Callable[[JobState, int], None] = lambda job, slot: None
@@ -165,6 +175,10 @@ class SlotManager:
 
     def save(self, job: JobState) -> None:
         """Save the job's state, where it is not on disk already; only the best adapter of one that ended for good."""
+        with self.stopwatch.timing("saving"):
+            self._save(job)
+
+    def _save(self, job: JobState) -> None:
         if job.unsaved_best is not None:
             step, best = job.unsaved_best
             if best is not None:
@@ -204,6 +218,22 @@ class SlotManager:
     def commit(self) -> None:
         """Commit the saved states: a resumed run starts from them."""
         self._store.commit()
+
+    def has_free_slot(self) -> bool:
+        """Whether a slot of the bank is free."""
+        return any(map(self.is_free, range(self.num_slots)))
+
+    @contextlib.contextmanager
+    def holding_best(self, job: JobState) -> Iterator[None]:
+        """Hold the saved best adapter of a job that has ended in a free slot until the block is left."""
+        job.slot = next(slot for slot in range(self.num_slots) if self.is_free(slot))
+        local_slot = self.trainer.local_slot(job)
+        if local_slot is not None:
+            self.trainer.admit_warm(job, local_slot, read_adapter(self._store.folder(job.id, "best")))
+        try:
+            yield
+        finally:
+            self._free(job)
 
     def give_start(self, clone: JobState, origin: JobState) -> None:
         """Let ``clone`` begin with the best adapter of ``origin``."""

@@ -23,6 +23,7 @@ from alto.executor.recovery import ResumeState, check_data, check_jobs, check_st
 from alto.executor.references import find_references
 from alto.executor.shared_bank import SharedBank
 from alto.executor.slot_manager import SlotManager
+from alto.executor.stopwatch import Stopwatch
 from alto.executor.task_state import TaskState
 from alto.runs import RunDir
 from alto.runs.events import JobAdded, JobExited, JobReopened, ReferenceFact
@@ -137,7 +138,8 @@ def build_state(
     bank = bank or SharedBank(
         context.backbone, context.ranks, context.task.adapter_dtype, context.task.optim_state_dtype
     )
-    slot_manager = SlotManager(bank, context, run_dir, on_memory_event)
+    before = None if resume_state.checkpoint is None else resume_state.checkpoint.time_s
+    slot_manager = SlotManager(bank, context, run_dir, on_memory_event, Stopwatch(before))
     slot_manager.attach([job for job in jobs if job.fits], max_tokens_per_pass=max_tokens_per_pass)
     return TaskState(
         context=context,
@@ -182,4 +184,5 @@ def _selection(context: TaskContext, jobs: list[JobState], resume_state: ResumeS
         total_steps={job.id: job.total_steps for job in jobs},
         loss_scales={job.id: loss_scale(job.config.model_dump()) for job in jobs},
         configuration_of=context.task.repetitions,
+        row_weights=context.row_weights,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -23,7 +23,7 @@ class Evaluated:
         loss: As in training.
         metrics: What its objective measures beside it, by name.
         rows: By name: the loss (as the mean over the row's trained tokens; of a pair, its loss) and the metric that the
-            task chooses by, of every row; without those of which only the mean is known.
+            task chooses by, of every evaluated row; without those of which only the mean is known.
     """
 
     loss: float
@@ -59,6 +59,7 @@ class Tally:
         row_values: Those of which every row is kept: the loss or one of ``metrics``.
         weights: Weight of every row of the split in its mean.
         sources: Of a mixture the name and the rows of every source, in order: the loss of each is a metric of its own.
+        rows: The rows to evaluate, in the order in which their values are kept; None for all, in their order.
     """
 
     def __init__(
@@ -68,12 +69,18 @@ class Tally:
         weights: Sequence[float],
         sources: Sequence[tuple[str, int]] = (),
         derivation: Derivation | None = None,
+        rows: Sequence[int] | None = None,
     ) -> None:
         self._derivation = derivation
-        self._sources = tuple(sources)
         self._metrics = metrics
         self._row_values = tuple(row_values)
-        self._weights = weights
+        self.rows = tuple(range(len(weights)) if rows is None else rows)
+        self._position = {row: position for position, row in enumerate(self.rows)}
+        self._weights = [weights[row] for row in self.rows]
+        self._sources = [
+            (name, [self._position[row] for row in of_one if row in self._position])
+            for name, of_one in _rows_of_sources(sources)
+        ]
         self.forget()
 
     def forget(self) -> None:
@@ -104,13 +111,12 @@ class Tally:
         return Evaluated(loss=loss, metrics={**means, **derived, **of_sources}, rows=rows)
 
     def _source_losses(self, sums: Sequence[float]) -> dict[str, float]:
-        """The mean loss of every source's rows, of which ``sums`` are the weighted losses."""
-        losses, first = {}, 0
-        for name, count in self._sources:
-            rows = slice(first, first + count)
-            losses[source_metric(name)] = sum(sums[rows]) / sum(self._weights[rows])
-            first += count
-        return losses
+        """The mean loss of the evaluated rows of every source that has some; ``sums`` are their weighted losses."""
+        return {
+            source_metric(name): sum(sums[at] for at in positions) / sum(self._weights[at] for at in positions)
+            for name, positions in self._sources
+            if positions
+        }
 
     @staticmethod
     def add_micro_batch(tallies: Sequence[Tally], rows: Sequence[Sequence[int]], terms: Terms) -> None:
@@ -137,4 +143,11 @@ class Tally:
             for tally, of_job in zip(tallies, rows, strict=True):
                 tally._known.add(name)
                 for row in of_job:
-                    tally._rows[name][row] = next(values)
+                    tally._rows[name][tally._position[row]] = next(values)
+
+
+def _rows_of_sources(sources: Sequence[tuple[str, int]]) -> Iterator[tuple[str, range]]:
+    first = 0
+    for name, count in sources:
+        yield name, range(first, first + count)
+        first += count

@@ -9,6 +9,7 @@ from alto.early_exit import Selection
 from alto.executor.context import TaskContext
 from alto.executor.job_state import JobState
 from alto.executor.slot_manager import SlotManager
+from alto.executor.stopwatch import Stopwatch
 from alto.executor.trainer import Trainer
 
 __all__ = ["TaskState"]
@@ -36,6 +37,11 @@ class TaskState:
     def trainer(self) -> Trainer:
         """What trains the resident jobs now; :meth:`SlotManager.fit` may replace it."""
         return self.slot_manager.trainer
+
+    @property
+    def stopwatch(self) -> Stopwatch:
+        """Adds up what the task spends its time on."""
+        return self.slot_manager.stopwatch
 
     def is_competing(self, job: JobState) -> bool:
         """Whether the job has not ended."""

@@ -303,22 +303,34 @@ class Trainer:
         return local_slot is None or self.optimizer.steps[local_slot] > job.step
 
     @torch.no_grad()
-    def evaluate(self, jobs: Sequence[JobState], split: EvaluationSplit = "validation") -> list[Evaluated]:
-        """Evaluate every resident job in ``jobs`` on all rows of a split; the loss is that of training.
+    def evaluate(
+        self,
+        jobs: Sequence[JobState],
+        split: EvaluationSplit = "validation",
+        rows: Sequence[Sequence[int]] | None = None,
+    ) -> list[Evaluated]:
+        """Evaluate every resident job in ``jobs`` on rows of a split; the loss is that of training.
+
+        Args:
+            jobs: Resident jobs.
+            split: Rows to evaluate on.
+            rows: For each job the rows to evaluate it on, in the order in which their values are kept; None for all
+                rows of the split.
 
         Raises:
             RowTooLargeError: A row does not fit into memory by itself.
             DeviceMemoryError: A micro-batch does not fit, and other ranks have begun it.
         """
         here = self._share.here(jobs)
-        datasets = [job.context.data.held_out(split) for job in jobs]
+        of_jobs = [None] * len(jobs) if rows is None else rows
+        all_tallies = [_new_tally(job.context, split, of_job) for job, of_job in zip(jobs, of_jobs, strict=True)]
         batches: list[JobBatch] = [
-            (job, dataset, tuple(range(len(dataset)))) for job, dataset in zip(jobs, datasets, strict=True)
+            (job, job.context.data.held_out(split), tally.rows) for job, tally in zip(jobs, all_tallies, strict=True)
         ]
         kl = self._divergences.estimate(batches, self._forward_context)
         index_of = {self.local_slot(job): index for index, job in enumerate(jobs)}
         work, num_micro_batches = self._share.work(batches, split_jobs=True)
-        tallies = {local_slot: _new_tally(job.context, split) for local_slot, job in here.items()}
+        tallies = {local_slot: all_tallies[index_of[local_slot]] for local_slot in here}
 
         def accumulate(parts: Sequence[JobRows]) -> None:
             with watching("evaluation"):
@@ -337,11 +349,7 @@ class Trainer:
                     )
 
         self._evaluate(work, accumulate, tallies.values(), num_micro_batches)
-        found = [
-            _new_tally(job.context, split) if local_slot is None else tallies[local_slot]
-            for job, local_slot in zip(jobs, map(self.local_slot, jobs), strict=True)
-        ]
-        return self._evaluated(found)
+        return self._evaluated(all_tallies)
 
     @torch.no_grad()
     def evaluate_base(
@@ -350,6 +358,7 @@ class Trainer:
         configs: Sequence[JobConfig],
         split: EvaluationSplit = "validation",
         within: Within = lambda num_tokens: nullcontext(),
+        rows: Sequence[int] | None = None,
     ) -> list[Evaluated]:
         """Evaluate what jobs begin with, the frozen base or a saved adapter on it, on a split of a task, with its
         objective as each of ``configs`` sets it.
@@ -359,16 +368,16 @@ class Trainer:
             configs: Configurations of jobs.
             split: Rows to evaluate on.
             within: Inside, forward passes compute what jobs begin with; by default, the base.
+            rows: The rows to evaluate on, as :meth:`evaluate` takes them for a job.
 
         Raises:
             RowTooLargeError: A row does not fit into memory by itself.
             DeviceMemoryError: A micro-batch does not fit, and other ranks have begun it.
         """
-        dataset = context.data.held_out(split)
-        shares = share_rows(JobRows(dataset, 0, tuple(range(len(dataset)))), self._ranks.size)
+        tallies = [_new_tally(context, split, rows) for _ in configs]
+        shares = share_rows(JobRows(context.data.held_out(split), 0, tallies[0].rows), self._ranks.size)
         of_rank = [[] if share is None else [share] for share in shares]
         num_micro_batches = max(self.micro_batches.count(work, split_jobs=True) for work in of_rank)
-        tallies = [_new_tally(context, split) for _ in configs]
 
         def accumulate(parts: Sequence[JobRows]) -> None:
             with watching("evaluation"):
@@ -431,8 +440,8 @@ def _batches(jobs: Sequence[JobState], *, steps_ahead: int = 0) -> list[JobBatch
     return [(job, job.context.data.train, tuple(job.order.rows_of_step(job.step + steps_ahead))) for job in jobs]
 
 
-def _new_tally(context: TaskContext, split: EvaluationSplit) -> Tally:
-    rows = context.data.held_out(split)
-    objective, labels = context.objective, rows.label_set
+def _new_tally(context: TaskContext, split: EvaluationSplit, rows: Sequence[int] | None) -> Tally:
+    dataset = context.data.held_out(split)
+    objective, labels = context.objective, dataset.label_set
     derivation = None if objective.derived is None or labels is None else Derivation(objective.derived, labels)
-    return Tally(objective.mean_metrics, context.row_values, rows.weights, rows.sources, derivation)
+    return Tally(objective.mean_metrics, context.row_values, dataset.weights, dataset.sources, derivation, rows)

@@ -29,6 +29,7 @@ from alto.export.wording import (
     describe_rungs,
     describe_savings,
     describe_scoring,
+    describe_time,
     format_count,
     format_count_of,
     format_duration,
@@ -272,6 +273,8 @@ class PlainView:
             f"done in {format_duration(history.duration_s)}: {outcome}; {format_count(history.samples_trained)} of "
             f"{format_count(history.samples_budgeted)} samples trained, {describe_savings(history)}"
         )
+        if sentences := describe_time(history):
+            self._say("; ".join(sentences))
 
     def _score(self, job: JobHistory) -> float:
         """Sort key of a job's best; lower is better."""

@@ -20,6 +20,7 @@ from alto.export.wording import (
     describe_rungs,
     describe_scoring,
     describe_task,
+    describe_time,
     tidy_config,
     varying_keys,
 )
@@ -123,6 +124,7 @@ def _context(history: RunHistory, run_dir: Path) -> dict[str, Any]:
         "notes": [*run_notes(history), *map(clean, choice_notes(history))],
         "totals": exit_totals(history),
         "time_saved_s": time_saved_s(history),
+        "time_spent": "; ".join(describe_time(history)).removeprefix("time: "),
         "rung_costs": rung_costs(history),
         "importance": importance_of_settings(history),
         "min_jobs": MIN_JOBS,

@@ -36,6 +36,7 @@ from alto.export.wording import (
     describe_savings,
     describe_scoring,
     describe_task,
+    describe_time,
     format_count,
     format_duration,
     format_loss,
@@ -229,11 +230,10 @@ class LiveView:
 
 def _wall_time(history: RunHistory) -> str:
     """How long the run took, with the measuring before its first step."""
-    measured = history.forecast
-    if measured is None or measured.is_cached:
+    if not history.measuring_s:
         return format_duration(history.duration_s)
-    total_s = history.duration_s + measured.profile_s
-    return f"{format_duration(total_s)}, {format_duration(measured.profile_s)} of them for measuring"
+    total_s = history.duration_s + history.measuring_s
+    return f"{format_duration(total_s)}, {format_duration(history.measuring_s)} of them for measuring"
 
 
 def final_summary(
@@ -275,6 +275,7 @@ def final_summary(
         _best_line(table, history),
         *(Text(f"note: {clean(note)}", style="yellow") for note in choice_notes(history)),
         Text(f"{_samples(history)} ({_saved_by_reason(history)})" if history.samples_saved else _samples(history)),
+        *map(Text, describe_time(history)),
     ]
     if status is RunStatus.RUNNING and now is not None:
         found = outlook(history, now)

@@ -35,6 +35,7 @@ __all__ = [
     "describe_savings",
     "describe_scoring",
     "describe_task",
+    "describe_time",
     "format_age",
     "format_count",
     "format_count_of",
@@ -317,6 +318,21 @@ def describe_savings(history: RunHistory) -> str:
     if not history.samples_cut_off:
         return saved
     return f"{saved}, {format_share(history.samples_cut_off / history.samples_budgeted)} cut off by the budget"
+
+
+def describe_time(history: RunHistory) -> list[str]:
+    """Return what the time of a run went into, and how long training all jobs would take; what is not known is left
+    out."""
+    total_s = history.duration_s + history.measuring_s
+    if not history.time_s or not total_s:
+        return []
+    spent = {**history.time_s, "measuring": history.measuring_s}
+    words = {"training": "training", "evaluation": "evaluating", "measuring": "measuring", "saving": "saving"}
+    shares = ", ".join(f"{word} {format_share(spent.get(name, 0.0) / total_s)}" for name, word in words.items())
+    whole_s = history.training_all_s
+    if whole_s is None or history.samples_trained == history.samples_budgeted:
+        return [f"time: {shares}"]
+    return [f"time: {shares}", f"training all jobs to their ends would take about {format_duration(whole_s)}"]
 
 
 def format_age(seconds: float) -> str:

@@ -52,6 +52,8 @@ class LossPoint:
             a mean only.
         loss_scale: Names the settings that decide the scale of the loss; losses of different scales cannot be compared.
         start_loss: Validation loss before the first step; None where it is not known.
+        loss_rows: Loss of every validation row of the evaluation, in the order of evaluation; empty where evaluations
+            are on all rows.
     """
 
     job: str
@@ -63,6 +65,7 @@ class LossPoint:
     score_rows: tuple[float, ...] = ()
     loss_scale: str = ""
     start_loss: float | None = None
+    loss_rows: tuple[float, ...] = ()
 
     @property
     def progress(self) -> float:
@@ -81,12 +84,13 @@ class StartValue:
     saved adapter that jobs begin with (``init_adapter``).
 
     Attributes:
-        validation_loss, score, score_rows: As in :class:`LossPoint`.
+        validation_loss, score, score_rows, loss_rows: As in :class:`LossPoint`.
     """
 
     validation_loss: float
     score: float = 0.0
     score_rows: tuple[float, ...] = ()
+    loss_rows: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -153,6 +153,10 @@ class TaskOutcome:
             empty where it is, or where the scorer failed.
         scorer: What scored them, or failed to: the name of a scorer, or ``eval_accuracy``; empty where nothing did.
         scorer_failure: Why the scorer failed, so that the metric chose; empty where it did not.
+        time_s: Seconds spent on ``training``, ``evaluation``, ``saving`` and ``measuring``; without those that the
+            journal does not have. The rest of ``duration_s`` is loading, waiting and writing.
+        training_all_s: Seconds that training every job to its end would take at the pace of this run, without
+            evaluations; None where that is not known.
         lead: How far it leads the next best job; None where there is none, or the values of single rows are not known.
         adapter_check: Whether PEFT loads the best adapter as it was trained; None where the run has no such check.
         refit_of: Of a refit, the run whose winner was trained again on all rows, without validation; else empty.
@@ -173,6 +177,8 @@ class TaskOutcome:
     finalists: tuple[FinalistScore, ...] = ()
     scorer: str = ""
     scorer_failure: str = ""
+    time_s: Mapping[str, float] = field(default_factory=dict)
+    training_all_s: float | None = None
     lead: Lead | None = None
     adapter_check: AdapterCheck | None = None
     refit_of: str = ""

@@ -78,6 +78,11 @@ class TaskResult:
         return self.outcome.best_metrics
 
     @property
+    def time_s(self) -> Mapping[str, float]:
+        """Seconds spent on ``training``, ``evaluation``, ``saving`` and ``measuring``."""
+        return self.outcome.time_s
+
+    @property
     def test_loss(self) -> float | None:
         """Loss of that adapter on the test rows, which nothing was selected by; None where there are none."""
         return self.outcome.test_loss

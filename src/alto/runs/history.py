@@ -7,7 +7,7 @@ both always show the same. Unknown events and fields are ignored.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,8 @@ class RunHistory(JournalFold):
         is_shared: Whether other tasks trained in the same executor.
         adapter_check: Whether PEFT loads the best adapter as it was trained; None until that is known.
         result: How the task ended, None while the run is unfinished.
+        time_s: Seconds spent on ``training``, ``evaluation`` and ``saving`` as of the last checkpoint; empty where the
+            journal does not have them.
     """
 
     def __init__(self) -> None:
@@ -72,6 +74,7 @@ class RunHistory(JournalFold):
         self.is_shared = False
         self.adapter_check: AdapterCheck | None = None
         self.result: events.TaskCompleted | None = None
+        self.time_s: Mapping[str, float] = {}
         self._open_stays: dict[str, list[Occupancy]] = {}
         self._num_samples = 0  # samples_trained, without a sum over all jobs at every event
 
@@ -102,6 +105,18 @@ class RunHistory(JournalFold):
     def settings(self) -> dict[str, Any]:
         """The settings of the whole task, as plain values by their journal names; without jobs and notes."""
         return {} if self.started is None else settings_of(self.started)
+
+    @property
+    def measuring_s(self) -> float:
+        """Seconds of measuring memory and time before its first step; 0 where that was known."""
+        return 0.0 if self.forecast is None or self.forecast.is_cached else self.forecast.profile_s
+
+    @property
+    def training_all_s(self) -> float | None:
+        """Seconds that training every job to its end would take at the pace of this run, without evaluations; None
+        where that is not known."""
+        training_s, trained = self.time_s.get("training", 0.0), self.samples_trained
+        return training_s * self.samples_budgeted / trained if training_s and trained else None
 
     @property
     def rung_settings(self) -> tuple[Rung, ...]:
@@ -214,6 +229,8 @@ class RunHistory(JournalFold):
                 self._on_base_evaluated(event)
             case events.TrainSteps():
                 self._on_train(event)
+            case events.BestMeasured():
+                self._on_measured(event)
             case events.JobEvaluated():
                 self._on_evaluated(event)
             case events.OutOfMemory():
@@ -233,6 +250,9 @@ class RunHistory(JournalFold):
                 )
             case events.TaskCompleted():
                 self.result = event
+                self.time_s = event.time_s
+            case events.CheckpointSaved():
+                self.time_s = event.time_s
             case _:
                 self._fold_move(event, time)
 
@@ -350,6 +370,18 @@ class RunHistory(JournalFold):
         if leads if event.is_best is None else event.is_best:
             job.keep_best(point.step, point.validation_loss)
             job.best_loss_rows, job.best_metric_rows = event.loss_rows, event.metric_rows
+
+    def _on_measured(self, event: events.BestMeasured) -> None:
+        job = self._job(event.job)
+        for index, point in enumerate(job.evaluations):
+            if point.step == event.step:
+                job.evaluations[index] = replace(point, validation_loss=event.validation_loss)
+                job.metrics[index] = event.metrics
+        if event.test_loss is not None:
+            job.test_losses[event.step] = event.test_loss
+            job.test_metrics[event.step] = event.test_metrics
+        job.keep_best(event.step, event.validation_loss)
+        job.best_loss_rows = event.loss_rows
 
     def _end(
         self, job: JobHistory, event: events.JobExited | events.JobCompleted, time: float, *, stage: Stage

@@ -38,9 +38,15 @@ def lead_of_winner(history: RunHistory) -> Lead | None:
         return None
     if history.metric != LOSS:
         return _lead(runner_up.job, history.metric, winner.best_metric_rows, runner_up.best_metric_rows, ())
-    weights = () if history.started is None else history.started.validation_weights
+    weights: Sequence[float] = ()
+    if history.started is not None:
+        weights = history.started.ordered_weights or history.started.validation_weights
     # The rows are rounded in the journal, the losses, their weighted means, are not.
     exact = runner_up.best_validation_loss - winner.best_validation_loss if weights else None
+    if history.started is not None and history.started.evaluation_order:
+        num_rows = min(len(runner_up.best_loss_rows), len(winner.best_loss_rows))  # the rows that both have
+        higher, lower = runner_up.best_loss_rows[:num_rows], winner.best_loss_rows[:num_rows]
+        return _lead(runner_up.job, LOSS, higher, lower, weights[:num_rows])
     # A lower loss is better: what the winner leads by is what the other one lacks.
     return _lead(runner_up.job, LOSS, runner_up.best_loss_rows, winner.best_loss_rows, weights, exact)
 

@@ -221,10 +221,12 @@ def _rungs_ahead(history: RunHistory) -> list[tuple[int, Rung]]:
 
 
 def time_saved_s(history: RunHistory) -> float | None:
-    """Seconds that the saved samples would have taken at the run's average pace; None if it is unknown."""
-    if not history.samples_trained or not history.samples_saved or history.duration_s <= 0:
+    """Seconds that training the saved samples would have taken at the pace of the run, without evaluations where the
+    journal tells these apart; None if it is unknown."""
+    training_s = history.time_s.get("training") or history.duration_s
+    if not history.samples_trained or not history.samples_saved or training_s <= 0:
         return None
-    return history.samples_saved * history.duration_s / history.samples_trained
+    return history.samples_saved * training_s / history.samples_trained
 
 
 def exit_totals(history: RunHistory) -> list[ExitTotal]:

@@ -44,6 +44,8 @@ def task_outcome(history: RunHistory, run: RunDir) -> TaskOutcome:
         finalists=history.finalists,
         scorer=history.scorer,
         scorer_failure=history.scorer_failure,
+        time_s={**history.time_s, "measuring": history.measuring_s},
+        training_all_s=history.training_all_s,
         lead=lead_of_winner(history),
         adapter_check=history.adapter_check,
         refit_of="" if history.refit is None else history.refit.run,

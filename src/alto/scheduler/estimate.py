@@ -26,14 +26,14 @@ class JobWork:
         batch_size: Rows of a step.
         num_tokens: Tokens of a step in expectation, rounded up.
         num_steps: Training steps.
-        num_evaluations: Number of evaluations on all validation rows.
+        num_evaluations: Number of evaluations on all validation rows; one on some counts as that share.
     """
 
     job: str
     batch_size: int
     num_tokens: int
     num_steps: int
-    num_evaluations: int
+    num_evaluations: float
 
 
 def estimate_duration_s(
@@ -146,7 +146,7 @@ def _demand(job: JobWork, num_steps_left: int, slot: int | None) -> JobDemand:
 def _part(job: JobWork, start: float, end: float) -> JobWork:
     """The job between two shares of its steps; the parts of consecutive shares add up to the whole."""
 
-    def between(total: int) -> int:
+    def between(total: float) -> int:
         return math.ceil(round(end * total, 9)) - math.ceil(round(start * total, 9))
 
     return JobWork(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import (
     Field,
     SerializeAsAny,
     SerializerFunctionWrapHandler,
+    ValidationInfo,
     field_validator,
     model_serializer,
     model_validator,
@@ -34,6 +35,9 @@ RUNGS_OF_0_1 = ((0.025, 0.5), (0.05, 0.2))
 EARLIEST_IN_WARMUP = 0.25
 """Share of a learning-rate warmup after which jobs are compared: recorded sweeps of supervised fine-tuning with warmups
 of 3 to 10 % lose nothing by it (``benchmarks/policies``)."""
+
+DEFAULT_EVALUATION_SHARE = 0.2
+"""Evaluations take a sixth of the time of training and evaluating."""
 
 _MOST_KEPT = 10**6
 
@@ -111,6 +115,14 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
         equal_shares: Compare jobs at exactly the rung's share of their steps, by values interpolated between two
             evaluations, and count places over all rungs (``alto`` only). False compares the first evaluation at or
             after the rung and counts places among the jobs that reach it, as ``paper`` does.
+        evaluation_share: Time for evaluations, as a share of the time for training (``alto`` only). It decides on how
+            many validation rows jobs are evaluated, and how often after the last rung, at most at every ``eval_steps``
+            of the task; the best adapters are measured once more in the end. ``all`` evaluates on all rows, at every
+            ``eval_steps``. Methods other than sft, dpo, orpo and cpo, and metrics other than the loss, do that always.
+        evaluations: ``(progress, rows)`` pairs, progress rising: after which shares of its steps a job is evaluated,
+            and on how many validation rows. None lets ``evaluation_share`` decide.
+        final_evaluations: How many of the best jobs are measured once more in the end, and on how many validation rows;
+            the winner is one of them. None lets ``evaluation_share`` decide.
         window: Evaluations a divergence slope is fitted over.
         divergence_patience: Evaluations in a row at which a job must look diverging.
         overfitting_patience: Evaluations in a row at which a job must look overfit.
@@ -150,6 +162,15 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
         default=None, gt=0, le=1, description="share of its steps from which only the best job continues"
     )
     equal_shares: bool = Field(default=True, description="compare jobs at exactly equal shares of their steps")
+    evaluation_share: Annotated[float, Field(gt=0, le=10)] | Literal["all"] = Field(
+        default=DEFAULT_EVALUATION_SHARE, description="time for evaluations over time for training, or all"
+    )
+    evaluations: tuple[tuple[float, int], ...] | None = Field(
+        default=None, description="pairs of progress and validation rows"
+    )
+    final_evaluations: tuple[int, int] | None = Field(
+        default=None, description="jobs measured in the end, and validation rows"
+    )
     ema_alpha: float = Field(default=0.1, gt=0, le=1, description="weight of the newest training loss")
 
     def __init__(self, /, **settings: Any) -> None:
@@ -177,6 +198,23 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
                 f"should rise in progress from rung to rung, found {progress}. Order the rungs and give each once."
             )
         return tuple((float(progress), float(keep)) for progress, keep in pairs)
+
+    @field_validator("evaluations", "final_evaluations", mode="before")
+    @classmethod
+    def _check_evaluations(cls, given: object, info: ValidationInfo) -> object:
+        if given is None:
+            return None
+        pairs = plain(given) if info.field_name == "evaluations" else (plain(given),)
+        least, most = (0.0, 1.0) if info.field_name == "evaluations" else (0, _MOST_KEPT)
+        if not isinstance(pairs, tuple) or not pairs or not all(_is_evaluation(pair, least, most) for pair in pairs):
+            example = "[[0.05, 12], [1.0, 100]]" if info.field_name == "evaluations" else "[3, 100]"
+            raise ValueError(
+                f"should be positive numbers in pairs, the second a number of validation rows, found {quoted(given)}. "
+                f"Write for example {example}, or remove the key: evaluation_share decides."
+            )
+        if any(later[0] <= earlier[0] for earlier, later in itertools.pairwise(pairs)):
+            raise ValueError(f"should rise in progress, found {quoted(given)}. Order the pairs and give each once.")
+        return pairs if info.field_name == "evaluations" else pairs[0]
 
     @field_validator("min_kept", mode="before")
     @classmethod
@@ -432,6 +470,14 @@ def _rule(name: str, settings: object) -> Rule:
         return kind(**given)
     except SpecError as error:
         raise SpecError(f"rules.{name}.{error}") from None
+
+
+def _is_evaluation(pair: object, least: float, most: float) -> bool:
+    """Whether ``pair`` is a number above ``least`` and up to ``most``, and a positive whole number."""
+    if not isinstance(pair, tuple) or len(pair) != 2 or any(isinstance(number, bool) for number in pair):
+        return False
+    first, num_rows = pair
+    return isinstance(first, int | float) and least < first <= most and type(num_rows) is int and num_rows > 0
 
 
 def _is_rung(pair: object) -> bool:

@@ -134,7 +134,7 @@ def _plan(context: TaskContext, task: Task, on_measuring: Callable[[float], None
     jobs, device = context.jobs, context.backbone.device
     profile = _profile(context, task, on_measuring, refresh=refresh)
     bytes_per_slot = slot_bytes(task, context.backbone, [job.shape for job in jobs])
-    works = [_work(job, context.row_tokens) for job in jobs]
+    works = [_work(job, context) for job in jobs]
     longest = max(split.longest_row for split in context.data.splits)
     longest_rows = sorted(context.data.train.num_row_tokens, reverse=True)
     packing = choose_packing(
@@ -153,8 +153,7 @@ def _plan(context: TaskContext, task: Task, on_measuring: Callable[[float], None
         profile.throughput,
     )
     limits = ResidentLimits(num_slots=packing.max_slots, max_tokens=packing.max_tokens_per_step)
-    # An evaluation that is a job's best so far, as most are, reads the test rows too.
-    validation_tokens = sum(split.num_tokens for split in context.data.splits[1:])
+    validation_tokens = context.evaluation_tokens
     alone_s = [
         estimate_duration_s([work], profile.throughput, limits, validation_tokens=validation_tokens) for work in works
     ]
@@ -345,14 +344,14 @@ def _is_roomy(context: TaskContext) -> bool:
     return bool(bound <= _ROOMY * MARGIN * capacity_bytes(context.backbone.device, context.ranks.size))
 
 
-def _work(job: PlannedJob, row_tokens: float) -> JobWork:
+def _work(job: PlannedJob, context: TaskContext) -> JobWork:
     batch_size = job.config.rows_per_step
     return JobWork(
         job=job.id,
         batch_size=batch_size,
-        num_tokens=math.ceil(batch_size * row_tokens),
+        num_tokens=math.ceil(batch_size * context.row_tokens),
         num_steps=job.total_steps,
-        num_evaluations=len(job.evaluation_steps),
+        num_evaluations=job.evaluations_after(0, len(context.data.validation)),
     )
 
 

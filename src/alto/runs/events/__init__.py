@@ -29,6 +29,7 @@ from alto.runs.events.facts import (
     TiedJob,
 )
 from alto.runs.events.job_events import (
+    BestMeasured,
     JobAdded,
     JobAdmitted,
     JobCompleted,
@@ -86,6 +87,7 @@ __all__ = [
     "AdapterChecked",
     "BaseDescription",
     "BaseEvaluated",
+    "BestMeasured",
     "CheckpointSaved",
     "CommandRefused",
     "Event",

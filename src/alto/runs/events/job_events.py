@@ -15,6 +15,7 @@ from alto.runs.events.facts import JobDescription
 from alto.runs.events.fields import wire
 
 __all__ = [
+    "BestMeasured",
     "JobAdded",
     "JobAdmitted",
     "JobCompleted",
@@ -102,8 +103,9 @@ class JobEvaluated:
         is_best: Whether it is the best of the job so far; None where the journal does not have it.
         metrics: Metrics of the method beside the loss, by name.
         metric_rows: The task's metric on every validation row, in their order; empty where that is the loss.
-        loss_rows: Loss of every validation row, four significant digits; at rungs, after the last step, and where it is
-            the best of the job so far.
+        loss_rows: Where the task has an order of evaluation: loss of every row of this evaluation, the first in that
+            order, six significant digits. Elsewhere loss of every validation row, four significant digits; at rungs,
+            after the last step, and where it is the best of the job so far.
         test_loss: Loss on the test rows; None where it was not measured (the task's ``test_jobs``).
         test_rows: Loss of every test row, four significant digits; empty where ``test_loss`` is None.
         test_metrics: Metrics of the method on the test rows, by name; empty where ``test_loss`` is None.
@@ -117,6 +119,31 @@ class JobEvaluated:
     is_best: bool | None = field(metadata=wire(if_absent=None))
     metrics: Mapping[str, float] = field(default_factory=dict)
     metric_rows: tuple[float, ...] = ()
+    loss_rows: tuple[float, ...] = ()
+    test_loss: float | None = None
+    test_rows: tuple[float, ...] = ()
+    test_metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BestMeasured:
+    """The best adapter of a job was measured in the end, on more validation rows than at its evaluation.
+
+    Attributes:
+        job: Job id.
+        step: Step of its best evaluation.
+        validation_loss: Loss on these rows, nats per token.
+        metrics: Metrics of the method beside the loss, by name.
+        loss_rows: Loss of every row, the first in the order of evaluation, six significant digits.
+        test_loss: Loss on the test rows; None where it was not measured.
+        test_rows: Loss of every test row, four significant digits; empty where ``test_loss`` is None.
+        test_metrics: Metrics of the method on the test rows, by name; empty where ``test_loss`` is None.
+    """
+
+    job: str
+    step: int
+    validation_loss: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
     loss_rows: tuple[float, ...] = ()
     test_loss: float | None = None
     test_rows: tuple[float, ...] = ()

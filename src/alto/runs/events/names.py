@@ -20,6 +20,7 @@ WIRE_NAMES: Mapping[type, str] = {
     job.JobResumed: "job_resumed",
     job.TrainSteps: "train",
     job.JobEvaluated: "eval",
+    job.BestMeasured: "best_measured",
     job.JobParked: "job_parked",
     run.RungScored: "rung_scored",
     run.WarmupEnded: "warmup_ended",

@@ -23,6 +23,7 @@ from alto.runs.events.facts import (
 )
 from alto.runs.events.fields import wire
 from alto.runs.events.job_events import (
+    BestMeasured,
     JobAdded,
     JobAdmitted,
     JobCompleted,
@@ -86,6 +87,8 @@ class TaskStarted:
         eval_steps: Share of a job's own steps between two evaluations; None where the journal does not have it.
         validation_weights: Weight of every validation row in a mean loss: its trained tokens, or 1; empty where the
             journal does not have them.
+        evaluation_order: Indices of the validation rows in the order of evaluation, of which an evaluation takes the
+            first; empty where every evaluation is on all rows.
         notes: Notices about the data, the model and the settings, as sentences.
         packing: The settings that decide which jobs share a forward pass, by key of the task file, and the ``device``;
             None where the journal does not have it.
@@ -118,6 +121,7 @@ class TaskStarted:
     jobs: tuple[JobDescription, ...]
     eval_steps: float | None = None
     validation_weights: tuple[float, ...] = ()
+    evaluation_order: tuple[int, ...] = ()
     notes: tuple[str, ...] = field(default=(), metadata=wire(always=True))
     packing: Mapping[str, Any] | None = None
     base: BaseDescription | None = field(default=None, metadata=wire(damaged_is_none=True))
@@ -127,6 +131,11 @@ class TaskStarted:
     refit: RefitFact | None = None
     fused: Mapping[str, Any] | None = None
     format: int = field(default=FORMAT, metadata=wire(if_absent=1, always=True))
+
+    @property
+    def ordered_weights(self) -> tuple[float, ...]:
+        """Weights of the validation rows in the order of evaluation; empty where there is none."""
+        return tuple(self.validation_weights[row] for row in self.evaluation_order)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,9 +311,12 @@ class CheckpointSaved:
 
     Attributes:
         jobs: The saved states, by job id, without jobs that have not begun.
+        time_s: Seconds that the task has spent on ``training``, ``evaluation`` and ``saving`` since it began, those
+            before an interruption included; empty where the journal does not have them.
     """
 
     jobs: Mapping[str, SavedJob]
+    time_s: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -395,6 +407,7 @@ class TaskCompleted:
         samples_trained: Training rows that all jobs saw.
         samples_budgeted: Rows that they would have seen without early exit.
         within_noise: Jobs whose metric is within noise of the winner's on so many validation rows.
+        time_s: As in ``CheckpointSaved``.
     """
 
     best_job: str
@@ -402,6 +415,7 @@ class TaskCompleted:
     samples_trained: int = field(metadata=wire(if_absent=0))
     samples_budgeted: int = field(metadata=wire(if_absent=0))
     within_noise: tuple[TiedJob, ...] = ()
+    time_s: Mapping[str, float] = field(default_factory=dict)
 
 
 RunEvent: TypeAlias = (
@@ -414,6 +428,7 @@ RunEvent: TypeAlias = (
     | JobResumed
     | TrainSteps
     | JobEvaluated
+    | BestMeasured
     | JobParked
     | RungScored
     | WarmupEnded

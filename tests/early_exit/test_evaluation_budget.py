@@ -1,0 +1,94 @@
+"""Evaluations cost the stated share of training, and rungs are left out that cost more than they save."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from alto.early_exit import budgeted
+from alto.early_exit.evaluation_budget import LEAST_ROWS, LEAST_RUNG_ROWS
+from alto.spec import EarlyExit
+from alto.spec.rungs import places_at
+
+
+def spent(settings: EarlyExit, num_jobs: int, row_cost: float) -> tuple[float, float]:
+    """Time of training and of evaluations, over the time to train one job."""
+    assert settings.evaluations is not None
+    rungs = settings.selection_rungs if settings.select else ()
+    ends = (*(rung.progress for rung in rungs), 1.0)
+    counts = (num_jobs, *(places_at(rungs, index, num_jobs) for index in range(len(rungs))))
+    training = sum(count * (end - start) for count, start, end in zip(counts, (0.0, *ends), ends, strict=False))
+    evaluating = sum(
+        rows * row_cost * next(count for count, end in zip(counts, ends, strict=True) if progress <= end + 1e-9)
+        for progress, rows in settings.evaluations
+    )
+    return training, evaluating
+
+
+@given(
+    num_jobs=st.sampled_from([2, 8, 12, 24, 60, 200]),
+    num_rows=st.sampled_from([32, 64, 500, 5000, 100_000]),
+    cost_of_all=st.floats(0.01, 20),
+    share=st.sampled_from([0.05, 0.2, 1.0]),
+    preset=st.sampled_from(["default", "cautious", "greedy", "preferences"]),
+)
+def test_evaluations_take_the_share_of_training_that_they_may(
+    num_jobs: int, num_rows: int, cost_of_all: float, share: float, preset: str
+) -> None:
+    settings = EarlyExit(preset=preset, evaluation_share=share).resolved()
+    row_cost = cost_of_all / num_rows
+    found = budgeted(settings, num_jobs=num_jobs, num_rows=num_rows, row_cost=row_cost, every=0.05)
+    training, evaluating = spent(found, num_jobs, row_cost)
+    rungs = found.selection_rungs if found.select else ()
+    arrivals = (num_jobs, *(places_at(rungs, index, num_jobs) for index in range(len(rungs))))
+    least = row_cost * (LEAST_RUNG_ROWS * sum(arrivals[:-1]) + LEAST_ROWS * arrivals[-1])
+    assert evaluating <= share * training + least
+    assert found.final_evaluations is not None
+    count, rows = found.final_evaluations
+    assert count * rows * row_cost <= max(share * training, LEAST_ROWS * row_cost) * (1 + 1e-9)
+    assert found.evaluations is not None
+    assert found.evaluations[-1][0] == 1.0
+    assert all(later > earlier for (earlier, _), (later, _) in itertools.pairwise(found.evaluations))
+    assert {rung.progress for rung in rungs} <= {progress for progress, _ in found.evaluations}
+
+
+def test_where_all_rows_cost_little_all_are_evaluated_as_often_as_the_task_asks_for() -> None:
+    settings = EarlyExit().resolved()
+    found = budgeted(settings, num_jobs=200, num_rows=10, row_cost=1e-6, every=0.05)
+    assert found.selection_rungs == settings.selection_rungs
+    rungs = (0.01, 0.025, 0.05, 0.1, 0.2, 0.5)
+    assert found.evaluations is not None
+    assert [progress for progress, _ in found.evaluations] == pytest.approx(
+        [*rungs, *(0.5 + 0.05 * number for number in range(1, 10)), 1.0]
+    )
+    assert {rows for _, rows in found.evaluations} == {10}
+    assert found.final_evaluations == (3, 10)
+
+
+def test_a_rung_that_costs_more_than_it_saves_is_left_out_and_the_next_keeps_as_many_as_before() -> None:
+    settings = EarlyExit().resolved()
+    found = budgeted(settings, num_jobs=12, num_rows=32, row_cost=0.4 / 128, every=0.05)
+    kept = [rung.progress for rung in found.selection_rungs]
+    assert kept == [0.05, 0.1, 0.2, 0.5], (
+        "12 evaluations on 6 rows take longer than 4 jobs take for 1.5 % of their steps"
+    )
+    usual = {
+        rung.progress: places_at(settings.selection_rungs, index, 12)
+        for index, rung in enumerate(settings.selection_rungs)
+    }
+    found_places = {
+        rung.progress: places_at(found.selection_rungs, index, 12) for index, rung in enumerate(found.selection_rungs)
+    }
+    assert found_places == {progress: usual[progress] for progress in kept}
+    own = budgeted(settings, num_jobs=12, num_rows=32, row_cost=0.4 / 128, every=0.05, drops_rungs=False)
+    assert own.selection_rungs == settings.selection_rungs
+
+
+def test_where_no_rung_pays_none_is_left_and_the_settings_stay_valid() -> None:
+    found = budgeted(EarlyExit().resolved(), num_jobs=2, num_rows=32, row_cost=10.0, every=0.05)
+    assert not found.select
+    assert found.evaluations == ((1.0, LEAST_ROWS),)
+    assert EarlyExit.of_run(found.model_dump(mode="json")) == found
