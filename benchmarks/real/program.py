@@ -229,7 +229,7 @@ class Measurement:
     def _whole(self, folder: Path) -> Measured:
         """Every job to its end, recorded. Its run is kept until it is done: a killed one is resumed."""
         pieces = self._options.out / f"real-{self._options.scale}.pieces"
-        kept = pieces / f"{self.name}-all-{source_digest()[:12]}"
+        kept = pieces / f"{self.name}-all-{self.model}-{source_digest()[:12]}"
         setting = self._setting(kept)
         task = observed(setting.task)
         engine = Engine(output_dir=kept / "runs")
