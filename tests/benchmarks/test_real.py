@@ -95,7 +95,7 @@ def test_a_run_that_was_killed_resumes(tmp_path: Path, monkeypatch: pytest.Monke
     assert "Not measured: sweep24 alto." in result["notes"]
 
 
-def test_what_is_finished_is_measured_anew(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_finished_is_measured_anew(folder: Path) -> None:
     assert not list((folder / ".paper").iterdir())
 
 
