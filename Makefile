@@ -73,6 +73,12 @@ bench-paper: $(VENV)/.bench ## Set up, then measure the paper's tables and figur
 	$(BIN)/python -m benchmarks.paper all --scale cpu
 	$(BIN)/python -m tools.make_benchmark_docs
 
+.PHONY: bench-real
+bench-real: $(VENV)/.bench ## Set up, then measure on a pretrained model, for hours (resumes where it was killed)
+	$(BIN)/python -m tools.make_real_model
+	$(BIN)/python -m benchmarks.paper real --scale cpu
+	$(BIN)/python -m tools.make_benchmark_docs
+
 .PHONY: bench-gpu
 # With the Python that is at hand, and nothing installed: machines with a GPU bring their own torch. In commands of a few
 # minutes, the slowest last; one that fails does not stop the others, and all of them write to one result a benchmark.
@@ -98,8 +104,8 @@ bench-gpu: ## Measure what needs an NVIDIA GPU, with what PYTHON has: torch, tri
 	exit $$failed
 
 .PHONY: clean
-clean: ## Delete .venv, caches, build products and generated data; runs/ stays
-	rm -rf .venv build dist examples/data
+clean: ## Delete .venv, caches, build products, made models and generated data; runs/ stays
+	rm -rf .venv build dist examples/data .models
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find src tests examples benchmarks tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -122,7 +128,7 @@ $(VENV)/.dev: pyproject.toml benchmarks/peers.txt $(VENV)/.base
 	@touch $@
 
 $(VENV)/.bench: pyproject.toml benchmarks/peers.txt $(VENV)/.base
-	$(BIN)/python -m pip install -e '.[bench,gpu,scheduler,service]' -r benchmarks/peers.txt
+	$(BIN)/python -m pip install -e '.[bench,gguf,gpu,scheduler,service]' -r benchmarks/peers.txt
 	@touch $@
 
 $(WORD_PROBLEMS): examples/make_word_problems.py | $(VENV)/.created

@@ -31,6 +31,7 @@ __all__ = [
     "DATA_DIR",
     "GSM8K",
     "PREFERENCE_PAIRS",
+    "REAL_MODEL",
     "RESULTS_DIR",
     "ROOT",
     "SCALES",
@@ -59,6 +60,8 @@ DATA_DIR = ROOT.parent / "shared" / "data"
 """The real datasets, where they are there: beside the project, never in it."""
 GSM8K = DATA_DIR / "gsm8k" / "train.jsonl"
 PREFERENCE_PAIRS = DATA_DIR / "pref_mix" / "pairs.jsonl.gz"
+REAL_MODEL = ROOT / ".models" / "smollm2-135m"
+"""A pretrained model, where ``tools/make_real_model.py`` has made it."""
 SCALES = ("smoke", "cpu", "gpu", "model")
 GATES = ("passed", "partly passed", "failed")
 PACKAGES = (

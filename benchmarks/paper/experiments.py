@@ -181,6 +181,11 @@ PAPER: Mapping[str, Experiment] = {
 """The paper's tables and figures, in the order in which ``all`` measures them: the shortest first."""
 
 OTHERS: Mapping[str, Experiment] = {
+    "real": Experiment(
+        title="Sweeps on a pretrained model, beside what people use",
+        topic="real",
+        program="benchmarks.real.program:main",
+    ),
     "policies": Experiment(
         title="Early-exit policies, by replay on recorded sweeps",
         topic="policies",

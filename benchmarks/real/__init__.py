@@ -1,0 +1,1 @@
+"""Sweeps on a real pretrained model, beside what people use today."""

@@ -1,0 +1,201 @@
+"""A sweep as every system is given it, and what its adapters are worth by PEFT."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import tempfile
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+from alto import Engine, Task, TaskResult
+from alto.backbone import load_backbone, resolve_model
+from alto.data.split import carve_rows
+from alto.spec import Job, load_task
+from benchmarks.baselines.best import BestAdapter
+from benchmarks.baselines.job import BaselineJob, JobSettings, prepare
+from benchmarks.baselines.pairs import prepare_pairs, tokenize_pairs
+from benchmarks.baselines.start import first_adapter
+from benchmarks.baselines.trl_pairs import train_on_pairs
+from benchmarks.baselines.trl_sequential import train_one
+from benchmarks.common import ROOT
+from benchmarks.dpo import program as dpo
+from benchmarks.dpo.judge import Judge
+from benchmarks.end_to_end.gate import adapter_loss
+from benchmarks.end_to_end.plans import Size, make_task, splits_of
+from benchmarks.end_to_end.systems import Sweep
+from benchmarks.rows import write_rows
+
+__all__ = ["TOLERANCE", "Answers", "Pairs", "Setting", "judged", "quickstart", "winner_failures"]
+
+TOLERANCE = 1e-3
+"""Relative, between a loss that a system reports and the one that PEFT finds with the same adapter."""
+
+
+class Setting(Protocol):
+    """A sweep that is to be done, and what its adapters are worth by PEFT alone.
+
+    Attributes:
+        task: The sweep, with evaluations at every tenth of a job's steps.
+        num_train: Training rows.
+        prepare_s: Time in which the peers have loaded the model and tokenised the rows, seconds.
+    """
+
+    task: Task
+    num_train: int
+
+    @property
+    def prepare_s(self) -> float: ...
+
+    def train_with_trl(self, job: Job, best: BestAdapter) -> BaselineJob:
+        """Train ``job``, evaluated after every epoch; ``best`` keeps its best adapter, where TRL's trainer lets it."""
+        ...
+
+    def worth(self, adapter: Path) -> tuple[float, float]:
+        """Validation and test loss of an adapter, as PEFT finds them."""
+        ...
+
+    def told(self, run_dir: str) -> float | None:
+        """Test loss of a run's best adapter as ALTO finds it; None where ALTO has no such number."""
+        ...
+
+
+class Answers:
+    """A sweep on questions and answers: a :class:`Setting`.
+
+    Args:
+        folder: For the rows, and for what the systems keep.
+    """
+
+    def __init__(self, size: Size, model: str, data: Path, folder: Path) -> None:
+        self._size, self._base, self._folder = size, resolve_model(model), folder
+        self._splits = splits_of(size, data)
+        self.task = make_task(size, model, self._splits, folder / "sweep")
+        self.num_train = size.train
+
+    @cached_property
+    def sweep(self) -> Sweep:
+        prepared = prepare(self._base, *self._splits[:2], max_length=self._size.max_length)
+        return Sweep(task=self.task, prepared=prepared, size=self._size, folder=self._folder)
+
+    @property
+    def prepare_s(self) -> float:
+        return self.sweep.prepared.duration_s
+
+    def train_with_trl(self, job: Job, best: BestAdapter) -> BaselineJob:
+        steps = epoch_ends(job, self.num_train)
+        return train_one(self.sweep.prepared, job.config.model_dump(), eval_at_steps=steps, on_evaluation=best.keep)
+
+    def worth(self, adapter: Path) -> tuple[float, float]:
+        train, _, test = self._splits
+        tested = prepare(self._base, train[:1], test, max_length=self._size.max_length)
+        prepared = self.sweep.prepared
+        return (
+            adapter_loss(prepared, adapter, prepared.validation),
+            adapter_loss(tested, adapter, tested.validation),
+        )
+
+    def told(self, run_dir: str) -> float | None:
+        rows = str(self._folder / "sweep" / "test.jsonl")
+        [found] = Engine().evaluate(run_dir, dataset=rows, metric="loss").adapters
+        return found.evaluation.loss
+
+
+class Pairs:
+    """A sweep on preference pairs: a :class:`Setting`, whose losses are DPO's.
+
+    Args:
+        folder: For the pairs.
+    """
+
+    def __init__(self, size: dpo.Size, model: str, data: Path, folder: Path) -> None:
+        self._size, self._model, self._folder = size, model, folder
+        self._splits = carve_rows(dpo.read_pairs(data), (size.train, size.validation, size.heldout), dpo.DATA_SEED)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, pairs in zip(("train", "validation"), self._splits, strict=False):
+            write_rows(folder / f"{name}.jsonl", pairs)
+        self.task = dpo.make_task(size, model, folder, size.seeds[0])
+        self.num_train = size.train
+
+    @cached_property
+    def _prepared(self) -> Any:
+        folder = Path(tempfile.mkdtemp(dir=self._folder))
+        base = resolve_model(self._model)
+        return prepare_pairs(base, *self._splits[:2], folder, max_length=self._size.max_length)
+
+    @property
+    def prepare_s(self) -> float:
+        return float(self._prepared.duration_s)
+
+    def train_with_trl(self, job: Job, best: BestAdapter) -> BaselineJob:
+        return train_on_pairs(
+            self._prepared,
+            job.config.model_dump(),
+            start=first_adapter(load_backbone(self.task.base_model), job.config),
+            eval_at_steps=epoch_ends(job, self.num_train),
+        )
+
+    def worth(self, adapter: Path) -> tuple[float, float]:
+        prepared = self._prepared
+        heldout = tokenize_pairs(prepared.tokenizer, self._splits[2], max_length=self._size.max_length)
+        validation, test = (
+            Judge(prepared, pairs, dpo.BETA).worth(str(adapter)).loss
+            for pairs in (prepared.validation.to_list(), heldout)
+        )
+        return validation, test
+
+    def told(self, run_dir: str) -> float | None:
+        return None  # of pairs, alto evaluate has preferences but no loss
+
+
+def epoch_ends(job: Job, num_train: int) -> list[int]:
+    """The last step of every epoch of a job."""
+    settings = JobSettings.of(job.config.model_dump())
+    an_epoch = math.ceil(num_train / settings.per_device_train_batch_size)
+    return list(range(an_epoch, settings.total_steps(num_train) + 1, an_epoch))
+
+
+def quickstart(num_train: int, num_validation: int, folder: Path) -> Task:
+    """The quickstart's task on so many rows of its data."""
+    command = (sys.executable, str(ROOT / "examples" / "make_word_problems.py"), "--output", str(folder))
+    sizes = ("--train", str(num_train), "--validation", str(num_validation))
+    subprocess.run([*command, *sizes], check=True, stdout=subprocess.DEVNULL)
+    files = {"dataset": "train", "validation_dataset": "validation"}
+    return load_task(
+        ROOT / "examples" / "quickstart.yaml",
+        [f"{key}={folder / split}.jsonl" for key, split in files.items()],
+    )
+
+
+def winner_failures(task: Task, result: TaskResult) -> list[str]:
+    """What is wrong with the winner of a sweep; empty where it is one of its configurations, with a finite loss."""
+    asked = {job.id: job.config.model_dump(mode="json") for job in task.jobs}
+    won = [job.config for job in result.job_results if job.job == result.best_job]
+    failures = []
+    if won != [asked.get(result.best_job)]:
+        failures.append(f"expected the winner among the {len(asked)} configurations, found {result.best_job}: {won}")
+    if not math.isfinite(result.best_validation_loss):
+        failures.append(f"expected a finite validation loss, found {result.best_validation_loss}")
+    return failures
+
+
+def judged(
+    setting: Setting, adapter: Path, validation_loss: float, *, told: float | None = None
+) -> tuple[float, list[str]]:
+    """The test loss of an adapter, as PEFT finds it, and what is wrong.
+
+    Args:
+        validation_loss: As the system reports it.
+        told: Test loss as the system finds it; None where it has none.
+    """
+    found = setting.worth(adapter)
+    failures = [
+        f"{adapter}: expected a {split} loss of {by_peft} within {TOLERANCE:g}, as PEFT finds it, found {reported}"
+        for split, by_peft, reported in zip(("validation", "test"), found, (validation_loss, told), strict=True)
+        if reported is not None and not math.isclose(by_peft, reported, rel_tol=TOLERANCE)
+    ]
+    if not all(map(math.isfinite, found)):
+        failures.append(f"{adapter}: expected finite losses, found {found}")
+    return found[1], failures
