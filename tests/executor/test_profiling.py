@@ -415,15 +415,18 @@ def test_the_time_that_measuring_takes_is_expected_from_sizes_and_then_from_meas
         max_tokens=8192,
         ranks=context.ranks,
         num_jobs=len(context.jobs),
+        device=CPU,
     )
     slow, fast = (budget.remaining_s(0, token_s=token_s, spent_s=0.0) for token_s in (0.1, 0.001))
     assert slow > fast > 0.0
     first, second = budget.sizes[:2]
-    # At a second a token only two sizes are within the budget: the first step of each, and three that are timed.
+    # At a second a token only two sizes are within the budget: the first step of each, and one that is timed.
     assert budget.remaining_s(0, token_s=1.0, spent_s=0.0) == pytest.approx(
-        4 * (first + second + budget.eval_tokens / 3)
+        2 * (first + second + budget.eval_tokens / 3)
     )
-    assert budget.remaining_s(len(budget.sizes), token_s=1.0, spent_s=0.0) == pytest.approx(4 * budget.eval_tokens / 3)
+    assert budget.remaining_s(len(budget.sizes), token_s=1.0, spent_s=0.0) == pytest.approx(2 * budget.eval_tokens / 3)
+    assert not budget.allows(100, token_s=0.1, spent_s=0.0), "20 seconds are more than the least of a CPU"
+    assert replace(budget, least_s=60.0).allows(100, token_s=0.1, spent_s=0.0)
 
 
 def test_the_process_that_measures_says_how_long_it_still_takes(context: TaskContext):

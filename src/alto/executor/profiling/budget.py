@@ -13,17 +13,19 @@ from alto.backbone import Backbone
 from alto.executor.profiling.sketch import RowLength
 from alto.spec import Task
 
-__all__ = ["LEAST_TIMED_S", "LEAST_TIMES", "MOST_TIMES", "MeasuringBudget", "usual_token_s"]
+__all__ = ["LEAST_TIMED_S", "MOST_TIMES", "MeasuringBudget", "usual_token_s"]
 
-LEAST_TIMES, MOST_TIMES = 3, 16
-LEAST_TIMED_S = 2.0
-"""Short steps are repeated for this long, for a stable duration."""
+LEAST_TIMED_S, MOST_TIMES = 2.0, 16
+"""Steps are repeated for this long, for a stable duration, but no more often."""
 
 NUM_SIZES = 2
 """Sizes of steps that are measured whatever they take: both models need them."""
 
-_LEAST_BUDGET_S = 60.0
-_BUDGET_SHARE = 0.02
+_LEAST_BUDGET_S = {"cpu": 15.0, "cuda": 60.0}
+"""Kernels are compiled before the first step on a GPU."""
+
+_BUDGET_SHARE = 0.01
+"""Share of the time without early exit: at most a twentieth of the time with it."""
 
 _FLOPS_PER_TOKEN = 6
 """Floating-point operations for one parameter in a training step: 2 forward, at most 4 backward."""
@@ -34,18 +36,20 @@ _USUAL_FLOPS = {"cpu": 2e10, "cuda": 5e13}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuringBudget:
-    """The steps that are to be measured, and the time that they may take: the larger of a minute and a fiftieth of the
-    estimated duration of the task.
+    """The steps that are to be measured, and the time that they may take: a hundredth of the estimated duration of the
+    task, but at least a quarter of a minute, on a GPU a minute.
 
     Attributes:
         sizes: Expected tokens of the steps, in the order in which they are measured.
         task_tokens: Tokens that all jobs of the task train.
         eval_tokens: Tokens of the evaluation that is measured last.
+        least_s: Seconds that they may take for a task of any length.
     """
 
     sizes: tuple[int, ...]
     task_tokens: float
     eval_tokens: int
+    least_s: float
 
     @classmethod
     def of(
@@ -57,6 +61,7 @@ class MeasuringBudget:
         max_tokens: int,
         num_rows: int,
         num_evaluated: int,
+        device: torch.device,
     ) -> Self:
         """The budget of a task.
 
@@ -66,6 +71,7 @@ class MeasuringBudget:
             max_tokens: Largest number of tokens of a step after the first two.
             num_rows: Number of rows of the training split.
             num_evaluated: Rows of the evaluation.
+            device: Where the steps are taken.
         """
         mean = statistics.fmean(length.num_tokens for length in lengths)
         samples = sum(job.config.samples_after(job.config.total_steps(num_rows), num_rows) for job in task.jobs)
@@ -74,13 +80,14 @@ class MeasuringBudget:
             sizes=tuple(size for index, size in enumerate(sizes) if index < NUM_SIZES or size <= max_tokens),
             task_tokens=samples * mean,
             eval_tokens=round(num_evaluated * mean),
+            least_s=_LEAST_BUDGET_S[device.type],
         )
 
     def allows(self, num_tokens: int, *, token_s: float, spent_s: float) -> bool:
         """Whether steps of ``num_tokens`` can be measured too, after ``spent_s`` seconds, where a token takes
         ``token_s``."""
-        budget_s = max(_LEAST_BUDGET_S, _BUDGET_SHARE * self.task_tokens * token_s)
-        return spent_s + (1 + LEAST_TIMES) * num_tokens * token_s <= budget_s
+        budget_s = max(self.least_s, _BUDGET_SHARE * self.task_tokens * token_s)
+        return spent_s + _timed_s(num_tokens * token_s) <= budget_s
 
     def remaining_s(self, num_measured: int, *, token_s: float, spent_s: float) -> float:
         """Expected seconds until the measurement ends.
@@ -108,4 +115,4 @@ def usual_token_s(backbone: Backbone) -> float:
 
 def _timed_s(step_s: float) -> float:
     """Seconds of a step that is repeated, and of the first one, which does not count."""
-    return step_s + max(LEAST_TIMES * step_s, min(LEAST_TIMED_S, MOST_TIMES * step_s))
+    return step_s + max(step_s, min(LEAST_TIMED_S, MOST_TIMES * step_s))

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
+import torch
+
 from alto.backbone import Backbone
 from alto.data import DataOrder, JobRows, TaskData
 from alto.early_exit import policy_from
@@ -23,7 +25,7 @@ from alto.executor.job_state import JobState
 from alto.executor.memory_errors import MemoryEvent, RowTooLargeError
 from alto.executor.micro_batches import MicroBatches
 from alto.executor.planned_job import PlannedJob, plan_jobs
-from alto.executor.profiling.budget import LEAST_TIMED_S, LEAST_TIMES, MOST_TIMES, MeasuringBudget
+from alto.executor.profiling.budget import LEAST_TIMED_S, MOST_TIMES, MeasuringBudget
 from alto.executor.profiling.meter import capacity_bytes, peak_bytes, reset_peak
 from alto.executor.profiling.sketch import EVALUATED, RowLength, synthetic_rows
 from alto.executor.profiling.spread import spread_of
@@ -177,7 +179,15 @@ def measure(
         trainer.admit_fresh(job, slot)
     memory: list[MemoryPoint] = []
     durations: list[ThroughputPoint] = []
-    budget = measuring_budget(task, lengths, num_rows=num_rows, max_tokens=max_tokens, ranks=ranks, num_jobs=num_jobs)
+    budget = measuring_budget(
+        task,
+        lengths,
+        num_rows=num_rows,
+        max_tokens=max_tokens,
+        ranks=ranks,
+        num_jobs=num_jobs,
+        device=backbone.device,
+    )
     token_s = 0.0
     try:
         for packing in todo:
@@ -223,9 +233,17 @@ def measure(
 
 
 def measuring_budget(
-    task: Task, lengths: Sequence[RowLength], *, num_rows: int, max_tokens: int, ranks: Ranks, num_jobs: int
+    task: Task,
+    lengths: Sequence[RowLength],
+    *,
+    num_rows: int,
+    max_tokens: int,
+    ranks: Ranks,
+    num_jobs: int,
+    device: torch.device,
 ) -> MeasuringBudget:
-    """The time that :func:`measure` takes and may take, with ``num_jobs`` on a rank; arguments as it takes them."""
+    """The time that :func:`measure` takes and may take on ``device``, with ``num_jobs`` on a rank; other arguments as
+    it takes them."""
     largest_batch = max(job.config.rows_per_step for job in task.jobs)
     num_jobs = min(MAX_JOBS, num_jobs)
     return MeasuringBudget.of(
@@ -235,6 +253,7 @@ def measuring_budget(
         max_tokens=ranks.size * max_tokens,
         num_rows=num_rows,
         num_evaluated=ranks.size * min(EVALUATED, num_jobs * largest_batch),
+        device=device,
     )
 
 
@@ -330,7 +349,7 @@ def _timed(action: Callable[[], object], ranks: Ranks, clock: Callable[[], float
     """Durations of ``action``, the first of which is slower and left out."""
     action()
     seconds: list[float] = []
-    while len(seconds) < LEAST_TIMES or ranks.any(sum(seconds) < LEAST_TIMED_S and len(seconds) < MOST_TIMES):
+    while not seconds or ranks.any(sum(seconds) < LEAST_TIMED_S and len(seconds) < MOST_TIMES):
         start = clock()
         action()
         seconds.append(clock() - start)

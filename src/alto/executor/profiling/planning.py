@@ -306,6 +306,7 @@ def _profile(context: TaskContext, task: Task, on_measuring: Callable[[float], N
         max_tokens=max_tokens,
         ranks=context.ranks,
         num_jobs=math.ceil(most_jobs / context.ranks.size),
+        device=device,
     )
     on_measuring(budget.remaining_s(0, token_s=usual_token_s(context.backbone), spent_s=0.0))
     return profile_task(
