@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import takewhile
+from functools import cached_property, lru_cache
 from typing import Any
 
 from alto.data.conversation import Conversation, ConversationWithTools, Message
 from alto.data.dataset import Unread
 from alto.data.rows import ConversationError, quoted
-from alto.data.template import ChatTemplate, given_keys, without_key
+from alto.data.template import ChatTemplate, TurnTexts, given_keys, without_key
 from alto.errors import DataError
 from alto.spec import TrainOn
 from alto.spec.chat_template import TOOLS_TEMPLATE
@@ -42,6 +41,10 @@ def encode_conversation(
     conversation: Conversation, tokenizer: Any, train_on: TrainOn = "completion"
 ) -> list[EncodedRow]:
     """Token ids of one conversation through the tokenizer's chat template (or plainly, where it has none).
+
+    A conversation of many replies is rendered and tokenised once. Where the template looks ahead while it writes a turn
+    (Qwen3, GLM, DeepSeek), every beginning of the conversation that ends before a reply is rendered by itself, and
+    where no added token divides the text, tokenised by itself: then time grows with the square of the replies.
 
     With ``train_on`` ``all``, every token is trained, also those of turns after the last reply; with ``last``, only the
     last reply. Otherwise all replies are:
@@ -117,6 +120,15 @@ class _Reply:
         return self.through[len(self.before) if is_prefix else _num_shared(self.before, self.through) :]
 
 
+@dataclass(frozen=True, slots=True)
+class _Anchor:
+    """An added token in a text: what precedes it and what follows it are tokenised apart."""
+
+    index: int
+    start: int
+    stop: int
+
+
 class Encoder:
     """Encodes the conversations of one split, and counts their parts that the chat template leaves out.
 
@@ -135,6 +147,7 @@ class Encoder:
         self._template = ChatTemplate(tokenizer) if getattr(tokenizer, "chat_template", None) else None
         self._given: Counter[str] = Counter()
         self._unread: Counter[str] = Counter()
+        self._ids_of = lru_cache(maxsize=256)(lambda text: _ids_of(text, tokenizer))
 
     @property
     def unread(self) -> tuple[Unread, ...]:
@@ -161,8 +174,9 @@ class Encoder:
         if template is None:
             self._count_unread(conversation, [])
             return [self._ended(*_encode_plainly(conversation, self._tokenizer))]
-        text = template.text(conversation, open_turn=False)
-        replies = [self._reply(template, conversation, position) for position in trained]
+        texts = TurnTexts(template, conversation, is_recorded=len(trained) > 1)
+        text = texts.whole
+        replies = [self._reply(texts, conversation, position) for position in trained]
         self.num_shortened += sum(_is_shortened(reply) for reply in replies)
         is_one_row = all(text.startswith((reply.through, reply.stem)) for reply in replies)
         is_apart = all(reply.is_apart for reply in replies)
@@ -202,28 +216,28 @@ class Encoder:
             ids = _ids_of(text, self._tokenizer)
         return self._ended(list(ids), [True] * len(ids))
 
-    def _reply(self, template: ChatTemplate, conversation: Conversation, position: int) -> _Reply:
-        turns = conversation[: position + 1]
-        through = template.text(turns, open_turn=False)
+    def _reply(self, texts: TurnTexts, conversation: Conversation, position: int) -> _Reply:
+        through = texts.text(position + 1, open_turn=False)
         if position:
-            before = template.text(conversation[:position], open_turn=True)
+            before = texts.text(position, open_turn=True)
         else:
             # Templates refuse an empty conversation, so the opening of a turn is read after the first turn.
-            before = template.text(turns, open_turn=True).removeprefix(through)
+            before = texts.text(1, open_turn=True).removeprefix(through)
         stem = self._without_eos(through) if self._ends_before_eos else through
         is_apart = through.startswith(before)
         if not is_apart and position:
-            closed = self._without_eos(template.text(conversation[:position], open_turn=False))
+            closed = self._without_eos(texts.text(position, open_turn=False))
             is_apart = before.startswith(closed) and through.startswith(closed)
-        return _Reply(turns, before, through, stem, is_apart)
+        return _Reply(conversation[: position + 1], before, through, stem, is_apart)
 
     def _masked(self, text: str, replies: Sequence[_Reply]) -> tuple[list[int], list[bool]]:
         """Tokens of ``text``, and whether each is part of one of ``replies``, which occur in it in order."""
         ids, starts = self._tokens(text)
+        anchors = self._anchors(text, ids, starts)
         mask = [False] * len(ids)
         last_stop = 0
         for reply in replies:
-            begin = max(last_stop, _num_shared(_ids_of(reply.before, self._tokenizer), ids))
+            begin = max(last_stop, self._num_before(reply.before, text, ids, anchors))
             is_last = reply is replies[-1]
             if is_last:
                 stop = len(ids)
@@ -238,6 +252,33 @@ class Encoder:
             last_stop = stop
         return ids, mask
 
+    def _num_before(self, before: str, text: str, ids: Sequence[int], anchors: Sequence[_Anchor]) -> int:
+        """Number of the first of ``ids``, the tokens of ``text``, that ``before`` begins with too.
+
+        Tokenizers take added tokens out of a text first, from left to right, the longest at every place, and tokenise
+        what is between them piece by piece. So both have the same tokens before an added token that both have, where
+        no other one can begin there that only one of them has; and ``before`` is tokenised from that one on.
+        """
+        if text.startswith(before):
+            num_anchors = bisect_right(anchors, len(before), key=lambda anchor: anchor.stop)
+        else:
+            num_equal = _num_shared(before, text)
+            num_anchors = bisect_right(anchors, num_equal - self._longest_added, key=lambda anchor: anchor.start)
+        last = anchors[num_anchors - 1] if num_anchors else _Anchor(0, 0, 0)
+        own = self._ids_of(before[last.start :])
+        return last.index + _num_shared(own, ids[last.index : last.index + len(own)])
+
+    def _anchors(self, text: str, ids: Sequence[int], starts: Sequence[int] | None) -> list[_Anchor]:
+        """The tokens that divide ``text``, in order; none where the tokenizer has code of its own."""
+        if starts is None:
+            return []
+        found = ((index, self._dividing[token]) for index, token in enumerate(ids) if token in self._dividing)
+        return [
+            _Anchor(index, starts[index], starts[index] + len(content))
+            for index, content in found
+            if text.startswith(content, starts[index])
+        ]
+
     def _tokens(self, text: str) -> tuple[list[int], list[int] | None]:
         """Token ids of ``text``, and the place of each one's first character; None where the tokenizer is slow."""
         if not self._is_fast:
@@ -245,6 +286,23 @@ class Encoder:
         # Not verbose: the tokenizer would warn about rows beyond the model's length before they are cut.
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         return list(encoded["input_ids"]), [first for first, _ in encoded["offset_mapping"]]
+
+    @cached_property
+    def _dividing(self) -> dict[int, str]:
+        """Ids and texts of added tokens that are found in a text whatever stands around them."""
+        tokenizer = self._tokenizer
+        if not type(tokenizer).__module__.startswith("transformers.") or tokenizer.split_special_tokens:
+            return {}
+        return {
+            number: token.content
+            for number, token in tokenizer.added_tokens_decoder.items()
+            if not (token.normalized or token.lstrip or token.rstrip or token.single_word)
+        }
+
+    @cached_property
+    def _longest_added(self) -> int:
+        """Characters of the longest added token."""
+        return max(map(len, self._tokenizer.get_added_vocab()), default=0)
 
     @cached_property
     def _is_fast(self) -> bool:
@@ -331,8 +389,9 @@ def _squeezed(text: str) -> str:
 
 
 def _num_shared(first: Sequence[object], second: Sequence[object]) -> int:
-    """Length of the common prefix of both."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
+    """Length of the common prefix of both, which are of one type."""
+    length = min(len(first), len(second))
+    return bisect_left(range(length), True, key=lambda place: first[: place + 1] != second[: place + 1])
 
 
 def _ids_of(text: str, tokenizer: Any) -> list[int]:
