@@ -16,7 +16,7 @@ from alto.data.conversation import Row
 from alto.data.formats import Layout
 from alto.data.identity import changed, code_digest, digest_of_json, tokenizer_digest
 from alto.data.reading import TaskSources
-from alto.data.row_store import MEMORY, DiskStore, writing_cache
+from alto.data.row_store import MEMORY, DiskStore, HeadStore, writing_cache
 from alto.data.task_data import TaskData
 from alto.data.task_rows import ReadRows, TaskRows
 from alto.data.token_cache import TokenCache
@@ -41,10 +41,15 @@ _WITHOUT_EFFECT = {"name", "model", "chat_template", "token_cache"}
 """Keys about data that do not change which rows there are; the chat template belongs to the tokenizer."""
 
 
-def read_task_rows(task: Task) -> ReadRows:
+def read_task_rows(task: Task, *, head: HeadStore | None = None) -> ReadRows:
     """Read and split what ``task`` names; of a mixture every source by itself, with the task's ``validation_split`` and
     ``test_split`` of each. Rows that are in the token cache already, and have been read without an error, are not read
     again.
+
+    Args:
+        task: The task.
+        head: Takes the first rows of every dataset instead of all, where to tokenise all would take long; not of texts
+            with labels, since the labels are those of all rows.
 
     Raises:
         BadRowsError: Rows cannot be used, and these are not skipped, or all of a dataset's.
@@ -54,6 +59,8 @@ def read_task_rows(task: Task) -> ReadRows:
     sources = TaskSources(task)
     if find_method(task.method).entry.problem_types:
         return sources.read(MEMORY)  # its labels have no place in the token cache
+    if head is not None and sources.num_bytes >= SLOW_BYTES:
+        return sources.read(head)
     is_auto, num_bytes = task.token_cache == "auto", sources.num_bytes
     needs_disk = task.token_cache == "disk" or (is_auto and num_bytes >= LARGE_BYTES)
     if needs_disk or (is_auto and num_bytes >= SLOW_BYTES):
