@@ -16,6 +16,7 @@ from tokenizers import AddedToken
 from alto.data import Conversation, ConversationWithTools, EncodedRow, Message
 from alto.data.encode import Encoder
 from alto.data.template import ChatTemplate
+from alto.data.tokenising import TextTokenizer
 from alto.errors import DataError
 from alto.spec import TrainOn
 from tools.templates.chat_templates import STYLES, make_tokenizer
@@ -133,7 +134,7 @@ def test_rows_are_those_of_beginnings_that_are_rendered_and_tokenised_one_by_one
             found = [outcome(encoder, turns) for encoder in encoders for turns in talks]
             with monkeypatch.context() as patch:
                 patch.setattr(ChatTemplate, "beginnings", lambda *_, **__: None)
-                patch.setattr(Encoder, "_dividing", {})
+                patch.setattr(TextTokenizer, "_dividing", {})
                 alone = [Encoder(tokenizer, train_on), Encoder(tokenizer, train_on, follows_marks=False)]
                 expected = [outcome(encoder, turns) for encoder in alone for turns in talks]
             assert found == expected, (name, train_on)
@@ -163,7 +164,7 @@ def test_an_added_token_over_the_opening_of_a_reply_is_seen(
     found = []
     for is_alone in (False, True):
         if is_alone:
-            monkeypatch.setattr(Encoder, "_dividing", {})
+            monkeypatch.setattr(TextTokenizer, "_dividing", {})
         tokenizer = merging_tokenizer()
         tokenizer.add_tokens([AddedToken(added, normalized=False)])
         tokenizer.chat_template = template + "{% endif %}"
@@ -191,15 +192,16 @@ class _Counted:
     """Calls of a tokenizer, and the characters that it tokenises."""
 
     def __init__(self, tokenizer: Any, patch: pytest.MonkeyPatch) -> None:
-        self.num_renderings = self.num_characters = 0
+        self.num_renderings = self.num_calls = self.num_characters = 0
         render, tokenise = type(tokenizer).apply_chat_template, type(tokenizer).__call__
 
         def counted_render(this: Any, *arguments: Any, **keys: Any) -> Any:
             self.num_renderings += 1
             return render(this, *arguments, **keys)
 
-        def counted_tokenise(this: Any, text: str, **keys: Any) -> Any:
-            self.num_characters += len(text)
+        def counted_tokenise(this: Any, text: str | list[str], **keys: Any) -> Any:
+            self.num_calls += 1
+            self.num_characters += len("".join(text))
             return tokenise(this, text, **keys)
 
         counted_render.__module__ = render.__module__
@@ -222,3 +224,22 @@ def test_a_long_conversation_is_rendered_and_tokenised_as_often_as_a_short_one(
     encoder.rows(turns)
     assert counted.num_renderings <= 2
     assert counted.num_characters < 2.5 * num_characters
+
+
+@pytest.mark.parametrize("template", [None, SMOLLM2])
+@pytest.mark.parametrize("form", ["text", "raw", "turns"])
+def test_many_rows_are_tokenised_in_one_call(template: str | None, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = load_tokenizer()
+    tokenizer.chat_template = template
+    chance = random.Random(3)
+    texts = ["".join(chance.choices(TEXTS, k=3)) for _ in range(1000)]
+    roles = {"text": ("text",), "raw": ("text", "assistant"), "turns": ("user", "assistant")}[form]
+    talks = [
+        tuple(Message(role, text, is_context=role == "text" and form == "raw") for role in roles) for text in texts
+    ]
+    for train_on in get_args(TrainOn):
+        with monkeypatch.context() as patch:
+            counted = _Counted(tokenizer, patch)
+            found = list(Encoder(tokenizer, train_on).all_rows(talks))
+            assert counted.num_calls < 20
+        assert found == [(talk, Encoder(tokenizer, train_on).rows(talk)) for talk in talks]

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
-from typing import Any
+from functools import cached_property
+from itertools import islice
+from typing import Any, TypeAlias, TypeVar
 
 from alto.data.conversation import Conversation, ConversationWithTools, Message
 from alto.data.dataset import Unread
 from alto.data.rows import ConversationError, quoted
 from alto.data.template import ChatTemplate, TurnTexts, given_keys, without_key
+from alto.data.tokenising import TextTokenizer, Tokens, Wanted, num_shared
 from alto.errors import DataError
 from alto.spec import TrainOn
 from alto.spec.chat_template import TOOLS_TEMPLATE
@@ -27,6 +29,14 @@ __all__ = [
 ]
 
 _CHATML_TOKENS = {"<|im_start|>", "<|im_end|>"}
+
+_GROUP_ROWS = 256
+_GROUP_CHARACTERS = 2**20
+"""Characters of a group of conversations that are tokenised together; all their tokens are in memory."""
+
+_Result = TypeVar("_Result")
+_Steps: TypeAlias = Generator[list[Wanted], list[Tokens], _Result]
+"""Work that asks for tokens of texts, gets them, and goes on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +91,12 @@ def encode_prompt(turns: Conversation, tokenizer: Any) -> list[int]:
     if not turns:
         raise DataError("expected a turn before the assistant's reply, found the reply alone: there is no question")
     if turns[0].role == "text":
-        return list(tokenizer(turns[0].content, verbose=False)["input_ids"])
-    if not getattr(tokenizer, "chat_template", None):
-        return _encode_plainly(turns, tokenizer)[0]
-    return _ids_of(ChatTemplate(tokenizer).text(turns, open_turn=True), tokenizer)
+        wanted = [Wanted(turns[0].content, has_special=True)]
+    elif not getattr(tokenizer, "chat_template", None):
+        wanted = _plainly(turns)
+    else:
+        wanted = [Wanted(ChatTemplate(tokenizer).text(turns, open_turn=True))]
+    return [token for tokens in TextTokenizer(tokenizer).tokens(wanted) for token in tokens.ids]
 
 
 def closing_text(tokenizer: Any) -> str:
@@ -117,16 +129,7 @@ class _Reply:
     def written(self) -> str:
         """The template's text of the turn after the opening of a reply."""
         is_prefix = self.through.startswith(self.before)
-        return self.through[len(self.before) if is_prefix else _num_shared(self.before, self.through) :]
-
-
-@dataclass(frozen=True, slots=True)
-class _Anchor:
-    """An added token in a text: what precedes it and what follows it are tokenised apart."""
-
-    index: int
-    start: int
-    stop: int
+        return self.through[len(self.before) if is_prefix else num_shared(self.before, self.through) :]
 
 
 class Encoder:
@@ -147,7 +150,7 @@ class Encoder:
         self._template = ChatTemplate(tokenizer) if getattr(tokenizer, "chat_template", None) else None
         self._given: Counter[str] = Counter()
         self._unread: Counter[str] = Counter()
-        self._ids_of = lru_cache(maxsize=256)(lambda text: _ids_of(text, tokenizer))
+        self._texts = TextTokenizer(tokenizer)
 
     @property
     def unread(self) -> tuple[Unread, ...]:
@@ -160,8 +163,38 @@ class Encoder:
 
     def rows(self, conversation: Conversation) -> list[EncodedRow]:
         """As :func:`encode_conversation`."""
+        [(_, rows)] = self.all_rows([conversation])
+        if isinstance(rows, ConversationError):
+            raise rows
+        return rows
+
+    def all_rows(
+        self, conversations: Iterable[Conversation]
+    ) -> Iterator[tuple[Conversation, list[EncodedRow] | ConversationError]]:
+        """Each of ``conversations`` with its rows, or the error of :meth:`rows`. Several are tokenised together."""
+        for group in _groups(conversations):
+            running = {place: self._steps(conversation) for place, conversation in enumerate(group)}
+            wanted: dict[int, list[Wanted]] = {}
+            found: dict[int, list[EncodedRow] | ConversationError] = {}
+            answers: dict[int, list[Tokens] | None] = dict.fromkeys(running)
+            while answers:
+                wanted.clear()
+                for place, answer in answers.items():
+                    try:
+                        # The first step takes no answer.
+                        steps = running[place]
+                        wanted[place] = next(steps) if answer is None else steps.send(answer)
+                    except StopIteration as end:
+                        found[place] = end.value
+                    except ConversationError as error:
+                        found[place] = error
+                tokens = iter(self._texts.tokens([text for texts in wanted.values() for text in texts]))
+                answers = {place: list(islice(tokens, len(texts))) for place, texts in wanted.items()}
+            yield from ((conversation, found[place]) for place, conversation in enumerate(group))
+
+    def _steps(self, conversation: Conversation) -> _Steps[list[EncodedRow]]:
         if self._train_on == "all":
-            return [self._whole(conversation)]
+            return [(yield from self._whole(conversation))]
         trained = [position for position, message in enumerate(conversation) if message.is_trained]
         if not trained:
             return []
@@ -170,10 +203,12 @@ class Encoder:
         conversation = conversation[: trained[-1] + 1]
         template = self._template
         if conversation[0].role == "text":
-            return [_encode_raw(conversation, self._tokenizer)]
+            return [(yield from _raw(conversation, self._tokenizer))]
         if template is None:
             self._count_unread(conversation, [])
-            return [self._ended(*_encode_plainly(conversation, self._tokenizer))]
+            turns = list(zip(conversation, (yield _plainly(conversation)), strict=True))
+            trained_tokens = [turn.is_trained for turn, tokens in turns for _ in tokens.ids]
+            return [self._ended([token for _, tokens in turns for token in tokens.ids], trained_tokens)]
         texts = TurnTexts(template, conversation, is_recorded=len(trained) > 1)
         text = texts.whole
         replies = [self._reply(texts, conversation, position) for position in trained]
@@ -181,7 +216,7 @@ class Encoder:
         is_one_row = all(text.startswith((reply.through, reply.stem)) for reply in replies)
         is_apart = all(reply.is_apart for reply in replies)
         # Where the text before a reply is rewritten, the marks alone tell where the reply is.
-        is_marked = template.is_marked(conversation) and self._is_fast and (self._follows_marks or not is_apart)
+        is_marked = template.is_marked(conversation) and self._texts.is_fast and (self._follows_marks or not is_apart)
         is_all_trained = all(turn.is_trained for turn in conversation if turn.role == "assistant")
         if is_marked and is_all_trained and (is_one_row or not is_apart):
             self._count_unread(conversation, [(conversation, text)])
@@ -194,27 +229,28 @@ class Encoder:
         parts = [(conversation, text, replies)] if is_one_row else [(one.turns, one.through, [one]) for one in replies]
         self._count_unread(conversation, [(turns, shown) for turns, shown, _ in parts])
         rows = []
-        for turns, shown, of_row in parts:
-            ids, mask = self._masked(shown, of_row)
+        for shown_turns, shown, of_row in parts:
+            [tokens] = yield [Wanted(shown, has_starts=True)]
+            ids, mask = tokens.ids, self._mask(shown, tokens, of_row)
             if is_marked:
-                marks = template.marked_tokens(turns)[1]
+                marks = template.marked_tokens(shown_turns)[1]
                 mask = [on and mark for on, mark in zip(mask, marks, strict=True)]
             rows.append(self._ended(ids, mask))
         return rows
 
-    def _whole(self, conversation: Conversation) -> EncodedRow:
+    def _whole(self, conversation: Conversation) -> _Steps[EncodedRow]:
         """All tokens of ``conversation``, all of them trained."""
         if conversation[0].role == "text":
-            ids: Sequence[int] = _encode_raw(conversation, self._tokenizer).input_ids
-            return EncodedRow(tuple(ids), (True,) * len(ids))
+            raw = yield from _raw(conversation, self._tokenizer)
+            return EncodedRow(raw.input_ids, (True,) * len(raw.input_ids))
         if self._template is None:
             self._count_unread(conversation, [])
-            ids = _encode_plainly(conversation, self._tokenizer)[0]
+            wanted = _plainly(conversation)
         else:
-            text = self._template.text(conversation, open_turn=False)
-            self._count_unread(conversation, [(conversation, text)])
-            ids = _ids_of(text, self._tokenizer)
-        return self._ended(list(ids), [True] * len(ids))
+            wanted = [Wanted(self._template.text(conversation, open_turn=False))]
+            self._count_unread(conversation, [(conversation, wanted[0].text)])
+        ids = [token for tokens in (yield wanted) for token in tokens.ids]
+        return self._ended(ids, [True] * len(ids))
 
     def _reply(self, texts: TurnTexts, conversation: Conversation, position: int) -> _Reply:
         through = texts.text(position + 1, open_turn=False)
@@ -230,19 +266,20 @@ class Encoder:
             is_apart = before.startswith(closed) and through.startswith(closed)
         return _Reply(conversation[: position + 1], before, through, stem, is_apart)
 
-    def _masked(self, text: str, replies: Sequence[_Reply]) -> tuple[list[int], list[bool]]:
-        """Tokens of ``text``, and whether each is part of one of ``replies``, which occur in it in order."""
-        ids, starts = self._tokens(text)
-        anchors = self._anchors(text, ids, starts)
+    def _mask(self, text: str, tokens: Tokens, replies: Sequence[_Reply]) -> list[bool]:
+        """Whether each of ``tokens``, which are those of ``text``, is part of one of ``replies``, which occur in it in
+        order."""
+        ids, starts = tokens
+        anchors = self._texts.anchors(text, tokens)
         mask = [False] * len(ids)
         last_stop = 0
         for reply in replies:
-            begin = max(last_stop, self._num_before(reply.before, text, ids, anchors))
+            begin = max(last_stop, self._texts.num_before(reply.before, text, ids, anchors))
             is_last = reply is replies[-1]
             if is_last:
                 stop = len(ids)
             elif starts is None:
-                stop = _num_shared(_ids_of(reply.stem, self._tokenizer), ids)
+                stop = num_shared(self._texts.ids(reply.stem), ids)
             else:
                 stop = bisect_left(starts, len(reply.through if text.startswith(reply.through) else reply.stem))
             mask[begin:stop] = [True] * len(ids[begin:stop])
@@ -250,63 +287,7 @@ class Encoder:
                 mask[stop] = True
                 stop += 1
             last_stop = stop
-        return ids, mask
-
-    def _num_before(self, before: str, text: str, ids: Sequence[int], anchors: Sequence[_Anchor]) -> int:
-        """Number of the first of ``ids``, the tokens of ``text``, that ``before`` begins with too.
-
-        Tokenizers take added tokens out of a text first, from left to right, the longest at every place, and tokenise
-        what is between them piece by piece. So both have the same tokens before an added token that both have, where
-        no other one can begin there that only one of them has; and ``before`` is tokenised from that one on.
-        """
-        if text.startswith(before):
-            num_anchors = bisect_right(anchors, len(before), key=lambda anchor: anchor.stop)
-        else:
-            num_equal = _num_shared(before, text)
-            num_anchors = bisect_right(anchors, num_equal - self._longest_added, key=lambda anchor: anchor.start)
-        last = anchors[num_anchors - 1] if num_anchors else _Anchor(0, 0, 0)
-        own = self._ids_of(before[last.start :])
-        return last.index + _num_shared(own, ids[last.index : last.index + len(own)])
-
-    def _anchors(self, text: str, ids: Sequence[int], starts: Sequence[int] | None) -> list[_Anchor]:
-        """The tokens that divide ``text``, in order; none where the tokenizer has code of its own."""
-        if starts is None:
-            return []
-        found = ((index, self._dividing[token]) for index, token in enumerate(ids) if token in self._dividing)
-        return [
-            _Anchor(index, starts[index], starts[index] + len(content))
-            for index, content in found
-            if text.startswith(content, starts[index])
-        ]
-
-    def _tokens(self, text: str) -> tuple[list[int], list[int] | None]:
-        """Token ids of ``text``, and the place of each one's first character; None where the tokenizer is slow."""
-        if not self._is_fast:
-            return _ids_of(text, self._tokenizer), None
-        # Not verbose: the tokenizer would warn about rows beyond the model's length before they are cut.
-        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        return list(encoded["input_ids"]), [first for first, _ in encoded["offset_mapping"]]
-
-    @cached_property
-    def _dividing(self) -> dict[int, str]:
-        """Ids and texts of added tokens that are found in a text whatever stands around them."""
-        tokenizer = self._tokenizer
-        if not type(tokenizer).__module__.startswith("transformers.") or tokenizer.split_special_tokens:
-            return {}
-        return {
-            number: token.content
-            for number, token in tokenizer.added_tokens_decoder.items()
-            if not (token.normalized or token.lstrip or token.rstrip or token.single_word)
-        }
-
-    @cached_property
-    def _longest_added(self) -> int:
-        """Characters of the longest added token."""
-        return max(map(len, self._tokenizer.get_added_vocab()), default=0)
-
-    @cached_property
-    def _is_fast(self) -> bool:
-        return bool(getattr(self._tokenizer, "is_fast", False))
+        return mask
 
     @cached_property
     def _ends_turns(self) -> bool:
@@ -388,16 +369,6 @@ def _squeezed(text: str) -> str:
     return "".join(text.split())
 
 
-def _num_shared(first: Sequence[object], second: Sequence[object]) -> int:
-    """Length of the common prefix of both, which are of one type."""
-    length = min(len(first), len(second))
-    return bisect_left(range(length), True, key=lambda place: first[: place + 1] != second[: place + 1])
-
-
-def _ids_of(text: str, tokenizer: Any) -> list[int]:
-    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-
-
 def with_last_reply(conversation: Conversation) -> Conversation:
     """``conversation`` in which only the last trained turn is trained."""
     trained = [position for position, message in enumerate(conversation) if message.is_trained]
@@ -410,23 +381,41 @@ def with_last_reply(conversation: Conversation) -> Conversation:
     return tuple(turns)
 
 
-def _encode_raw(conversation: Conversation, tokenizer: Any) -> EncodedRow:
+def _raw(conversation: Conversation, tokenizer: Any) -> _Steps[EncodedRow]:
     """A text, or a raw prompt and its completion, as they are."""
     *prompts, last = (turn.content for turn in conversation)
     prompt, eos = "".join(prompts), tokenizer.eos_token or ""
     last += "" if last.endswith(eos) else eos
-    ids = tokenizer(prompt + last, verbose=False)["input_ids"]
-    begin = _num_shared(tokenizer(prompt, verbose=False)["input_ids"], ids) if prompts else 0
+    ids, *before = [
+        tokens.ids
+        for tokens in (
+            yield [Wanted(text, has_special=True) for text in [prompt + last, *([prompt] if prompts else [])]]
+        )
+    ]
+    begin = num_shared(before[0], ids) if before else 0
     return EncodedRow(tuple(ids), tuple(position >= begin for position in range(len(ids))))
 
 
-def _encode_plainly(conversation: Conversation, tokenizer: Any) -> tuple[list[int], list[bool]]:
+def _plainly(conversation: Conversation) -> list[Wanted]:
     """Turns are tokenised one by one, so that a turn's tokens do not depend on what follows it."""
-    ids: list[int] = []
-    trained: list[bool] = []
-    for position, message in enumerate(conversation):
-        text = message.content if message.role in ("assistant", "text") else message.content + "\n"
-        turn = tokenizer(text, add_special_tokens=position == 0, verbose=False)["input_ids"]
-        ids += turn
-        trained += [message.is_trained] * len(turn)
-    return ids, trained
+    return [
+        Wanted(
+            message.content if message.role in ("assistant", "text") else message.content + "\n",
+            has_special=position == 0,
+        )
+        for position, message in enumerate(conversation)
+    ]
+
+
+def _groups(conversations: Iterable[Conversation]) -> Iterator[list[Conversation]]:
+    """``conversations`` in order, so many at a time as are tokenised together."""
+    group: list[Conversation] = []
+    num_characters = 0
+    for conversation in conversations:
+        group.append(conversation)
+        num_characters += sum(len(turn.content) for turn in conversation)
+        if len(group) == _GROUP_ROWS or num_characters >= _GROUP_CHARACTERS:
+            yield group
+            group, num_characters = [], 0
+    if group:
+        yield group
