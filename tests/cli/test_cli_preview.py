@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import pytest
 from tiny import make_task, write_rows
 from typer.testing import CliRunner, Result
 
 from alto.cli import app
-from alto.errors import AltoError, DataFormatError
+from alto.data import files
+from alto.data.rows import RawRow
+from alto.errors import AltoError, BadRowsError, DataFormatError
 
 
 def invoke(*arguments: object) -> Result:
@@ -42,6 +46,43 @@ def test_what_is_marked_is_what_is_trained(tmp_path: Path) -> None:
     assert trained == ["first<|end|>", "second<|end|>"]
     assert facts["form"] == "messages"
     assert facts["counts"]["shared_rows"] == 1
+
+
+def test_only_the_first_rows_of_large_data_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, num_lines = tmp_path / "rows.jsonl", 0
+    line = json.dumps({"prompt": "q", "completion": "a" * 60}) + "\n"
+    path.write_text(line * 60_000, encoding="utf-8")
+
+    def counted(lines: IO[str], where: str) -> Iterator[RawRow]:
+        nonlocal num_lines
+        for row in files._json_lines(lines, where):
+            num_lines += 1
+            yield row
+
+    monkeypatch.setitem(files._READERS, ".jsonl", counted)
+    facts = json.loads(invoke(path, "--json").stdout)
+    assert num_lines == 501
+    assert (facts["num_read"], facts["counts"]["train_rows"], facts["counts"]["validation_rows"]) == (500, 450, 50)
+    assert len(facts["examples"]) == 3
+    assert (
+        "\nread:        the first 1,200 rows of each dataset, which all numbers here count"
+        in invoke(path, "--rows", 600).stdout
+    )
+    few = invoke(path, "--set", "validation_split=0.01").stdout
+    assert "validation:  5 rows" in few
+    assert "The validation data is only" not in few
+
+
+def test_an_error_of_large_data_is_that_of_all_rows(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    short, long = ({"prompt": "q", "completion": "a b " * number} for number in (15, 1600))
+    rows = [long] * 700 + [short] * 300
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    facts = json.loads(invoke(path, "--json", "--set", "max_length=100").stdout)
+    assert (facts["num_read"], facts["counts"]["train_rows"]) == (None, 900)
+    path.write_text(path.read_text() + "{\n")
+    with pytest.raises(BadRowsError, match="1001: expected one JSON object a line"):
+        raise invoke(path, "--set", "max_length=100").exception or AssertionError
 
 
 def test_a_task_file_with_overrides(tmp_path: Path) -> None:

@@ -194,6 +194,40 @@ def test_auto_means_disk_from_a_size_on(tmp_path: Path, monkeypatch: pytest.Monk
     assert cache.is_dir()
 
 
+def test_auto_keeps_tokens_that_take_ten_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    file = write(tmp_path / "rows.jsonl", [{"text": "Yes. " * 10**6}, *({"text": f"{n}"} for n in range(30))])
+    task = Task(model="alto-tiny", dataset=file, max_length=20)
+    first = encode(task)
+    assert len(entries(cache)) == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(files_module, "_READERS", {})  # another start reads no row
+        assert digest_of(*encode(task).splits) == digest_of(*first.splits)
+    assert_equal(encode(task.replace(token_cache="memory")), first)
+
+
+def test_auto_keeps_less_data_in_memory_where_the_cache_cannot_hold_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = Task(model="alto-tiny", dataset=write(tmp_path / "rows.jsonl", sums(20)))
+    expected = digest_of(*encode(task).splits)
+    monkeypatch.setattr(cached_rows_module, "SLOW_BYTES", 1000)
+    with monkeypatch.context() as patch:
+        patch.setattr(token_files._HashedFile, "finish", _disk_is_full)
+        with pytest.warns(UserWarning, match="made anew at every start: .*token_cache: memory"):
+            assert digest_of(*encode(task).splits) == expected
+        patch.setattr(cached_rows_module, "LARGE_BYTES", 1000)
+        with pytest.raises(DiskFullError):
+            encode(task)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(TOKENIZER), "save_pretrained", _disk_is_full)
+        with pytest.warns(UserWarning, match="made anew at every start: .*can be saved"):
+            assert digest_of(*encode(task).splits) == expected
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("ALTO_CACHE", str(tmp_path / "file"))
+    with pytest.warns(UserWarning, match="made anew at every start: expected to write"):
+        assert digest_of(*encode(task).splits) == expected
+
+
 @pytest.fixture
 def task(tmp_path: Path) -> Task:
     return Task(model="alto-tiny", dataset=write(tmp_path / "rows.jsonl", sums(20)), token_cache="disk")

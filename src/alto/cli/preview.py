@@ -38,7 +38,10 @@ def preview(
     plain: Annotated[bool, typer.Option("--plain", help="Mark trained tokens with ⟦…⟧ instead of colour.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON and nothing else.")] = False,
 ) -> None:
-    """Show the first examples of FILE as the model will see them, and how many rows are used, cut and left out."""
+    """Show the first examples of FILE as the model will see them, and how many rows are used, cut and left out.
+
+    Of 4 MiB of texts or more, the first rows are read, and the numbers are of these.
+    """
     task = _task(file, model, form, overrides or [])
     from alto.engine import Engine
     from alto.export import preview_text

@@ -28,6 +28,7 @@ from alto.data.mixture import MixtureOrder
 from alto.data.pairs import encode_pairs
 from alto.data.preview import preview_rows
 from alto.data.reading import HeldoutRows, read_heldout_rows
+from alto.data.row_store import HeadStore
 from alto.data.split import DataOrder, sample_rows, split_rows
 from alto.data.task_data import EvaluationSplit, TaskData
 from alto.data.task_rows import ReadRows, TaskRows, encode_rows
@@ -43,6 +44,7 @@ __all__ = [
     "EncodedDataset",
     "EncodedRow",
     "EvaluationSplit",
+    "HeadStore",
     "HeldoutRows",
     "JobRows",
     "LabelledConversation",

@@ -1,8 +1,10 @@
-"""The rows of a task: in memory, or, of large data, only their tokens on disk, in the token cache."""
+"""The rows of a task: in memory, or, of data that are large or slow to tokenise, their tokens on disk, in the token
+cache."""
 
 from __future__ import annotations
 
 import datetime
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +16,11 @@ from alto.data.conversation import Row
 from alto.data.formats import Layout
 from alto.data.identity import changed, code_digest, digest_of_json, tokenizer_digest
 from alto.data.reading import TaskSources
-from alto.data.row_store import MEMORY, DiskStore, writing_cache
+from alto.data.row_store import MEMORY, DiskStore, HeadStore, writing_cache
 from alto.data.task_data import TaskData
 from alto.data.task_rows import ReadRows, TaskRows
 from alto.data.token_cache import TokenCache
+from alto.errors import RunWriteError, UnsupportedError
 from alto.records import ModelLimits
 from alto.runs import replace_file
 from alto.spec import Task
@@ -25,19 +28,28 @@ from alto.spec.cache_home import cache_home
 from alto.spec.data_keys import DataKeys
 from alto.spec.method import find_method, learns_from_pairs
 
-__all__ = ["LARGE_BYTES", "read_task_rows"]
+__all__ = ["LARGE_BYTES", "SLOW_BYTES", "read_task_rows"]
 
 LARGE_BYTES = 256 * 2**20
 """Size of a task's texts from which ``token_cache: auto`` means ``disk``."""
+
+SLOW_BYTES = 4 * 2**20
+"""Size of a task's texts from which ``token_cache: auto`` keeps their tokens on disk, where it can: one core tokenises
+about so much in ten seconds."""
 
 _WITHOUT_EFFECT = {"name", "model", "chat_template", "token_cache"}
 """Keys about data that do not change which rows there are; the chat template belongs to the tokenizer."""
 
 
-def read_task_rows(task: Task) -> ReadRows:
+def read_task_rows(task: Task, *, head: HeadStore | None = None) -> ReadRows:
     """Read and split what ``task`` names; of a mixture every source by itself, with the task's ``validation_split`` and
     ``test_split`` of each. Rows that are in the token cache already, and have been read without an error, are not read
     again.
+
+    Args:
+        task: The task.
+        head: Takes the first rows of every dataset instead of all, where to tokenise all would take long; not of texts
+            with labels, since the labels are those of all rows.
 
     Raises:
         BadRowsError: Rows cannot be used, and these are not skipped, or all of a dataset's.
@@ -47,10 +59,22 @@ def read_task_rows(task: Task) -> ReadRows:
     sources = TaskSources(task)
     if find_method(task.method).entry.problem_types:
         return sources.read(MEMORY)  # its labels have no place in the token cache
-    is_large = sources.num_bytes >= LARGE_BYTES
-    if task.token_cache == "disk" or (task.token_cache == "auto" and is_large):
-        return _CachedRows(task, sources, TokenCache(cache_home() / "tokens"))
+    if head is not None and sources.num_bytes >= SLOW_BYTES:
+        return sources.read(head)
+    is_auto, num_bytes = task.token_cache == "auto", sources.num_bytes
+    needs_disk = task.token_cache == "disk" or (is_auto and num_bytes >= LARGE_BYTES)
+    if needs_disk or (is_auto and num_bytes >= SLOW_BYTES):
+        try:
+            return _CachedRows(task, sources, TokenCache(cache_home() / "tokens"), needs_disk=needs_disk)
+        except RunWriteError as error:
+            if needs_disk:
+                raise
+            _warn(error)
     return sources.read(MEMORY)
+
+
+def _warn(error: Exception) -> None:
+    warnings.warn(f"The tokens are in memory, and made anew at every start: {error}", stacklevel=3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,11 +96,13 @@ class _CachedRows:
         task: The task.
         sources: Its datasets.
         cache: The token cache.
+        needs_disk: Whether neither texts nor tokens may be in memory, so that a cache that cannot be used is an error.
     """
 
     labels = None
 
-    def __init__(self, task: Task, sources: TaskSources, cache: TokenCache) -> None:
+    def __init__(self, task: Task, sources: TaskSources, cache: TokenCache, *, needs_disk: bool) -> None:
+        self._needs_disk = needs_disk
         self._sources = sources
         self._cache = cache
         self._identity = sources.identity(cache.folder)
@@ -105,12 +131,22 @@ class _CachedRows:
         return self._read().validation
 
     def encode(self, tokenizer: Any, limits: ModelLimits | None = None) -> TaskData:
-        """As :meth:`TaskRows.encode`, with the tokens on disk.
+        """As :meth:`TaskRows.encode`, with the tokens on disk. Where that fails and they may be in memory, they are
+        there, with a warning.
 
         Raises:
             RunWriteError: The token cache cannot be written.
             UnsupportedError: The tokenizer cannot be saved, so its tokens cannot be found again.
         """
+        try:
+            return self._encode(tokenizer, limits)
+        except (RunWriteError, UnsupportedError) as error:
+            if self._needs_disk:
+                raise
+            _warn(error)
+            return self._read().encode(tokenizer, limits)
+
+    def _encode(self, tokenizer: Any, limits: ModelLimits | None) -> TaskData:
         limits = limits or ModelLimits()
         # A template that writes the date gives other tokens tomorrow.
         is_dated = "strftime_now" in str(getattr(tokenizer, "chat_template", None))
@@ -128,7 +164,7 @@ class _CachedRows:
             DataError: Their files have changed since they were found.
         """
         if self._rows is None:
-            rows = self._sources.read(DiskStore(self._cache.folder))
+            rows = self._sources.read(DiskStore(self._cache.folder) if self._needs_disk else MEMORY)
             if self._sources.identity(self._cache.folder) != self._identity:
                 raise changed(self._sources.name)
             self._rows = rows

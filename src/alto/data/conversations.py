@@ -57,13 +57,12 @@ def encode_dataset(
     writer = MemoryWriter() if writer is None else writer
     num_rows = num_truncated = num_masked = num_unrolled = 0
     faults = FaultList(f"the {what} data")
-    for number, conversation in enumerate(conversations, start=1):
+    for number, (conversation, found) in enumerate(encoder.all_rows(conversations), start=1):
         where = place_of(conversation, f"conversation {number} of the {what} data")
-        try:
-            rows = encoder.rows(conversation) or [EncodedRow((), ())]
-        except ConversationError as error:
-            faults.add(where, RowFault(FaultKind.REFUSED, str(error)))
+        if isinstance(found, ConversationError):
+            faults.add(where, RowFault(FaultKind.REFUSED, str(found)))
             continue
+        rows = found or [EncodedRow((), ())]
         num_unrolled += len(rows) > 1
         for row in rows:
             num_rows += 1

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import takewhile
-from typing import Any
+from itertools import islice
+from typing import Any, TypeAlias, TypeVar
 
 from alto.data.conversation import Conversation, ConversationWithTools, Message
 from alto.data.dataset import Unread
 from alto.data.rows import ConversationError, quoted
-from alto.data.template import ChatTemplate, given_keys, without_key
+from alto.data.template import ChatTemplate, TurnTexts, given_keys, without_key
+from alto.data.tokenising import TextTokenizer, Tokens, Wanted, num_shared
 from alto.errors import DataError
 from alto.spec import TrainOn
 from alto.spec.chat_template import TOOLS_TEMPLATE
@@ -29,6 +30,14 @@ __all__ = [
 
 _CHATML_TOKENS = {"<|im_start|>", "<|im_end|>"}
 
+_GROUP_ROWS = 256
+_GROUP_CHARACTERS = 2**20
+"""Characters of a group of conversations that are tokenised together; all their tokens are in memory."""
+
+_Result = TypeVar("_Result")
+_Steps: TypeAlias = Generator[list[Wanted], list[Tokens], _Result]
+"""Work that asks for tokens of texts, gets them, and goes on."""
+
 
 @dataclass(frozen=True, slots=True)
 class EncodedRow:
@@ -42,6 +51,10 @@ def encode_conversation(
     conversation: Conversation, tokenizer: Any, train_on: TrainOn = "completion"
 ) -> list[EncodedRow]:
     """Token ids of one conversation through the tokenizer's chat template (or plainly, where it has none).
+
+    A conversation of many replies is rendered and tokenised once. Where the template looks ahead while it writes a turn
+    (Qwen3, GLM, DeepSeek), every beginning of the conversation that ends before a reply is rendered by itself, and
+    where no added token divides the text, tokenised by itself: then time grows with the square of the replies.
 
     With ``train_on`` ``all``, every token is trained, also those of turns after the last reply; with ``last``, only the
     last reply. Otherwise all replies are:
@@ -78,10 +91,12 @@ def encode_prompt(turns: Conversation, tokenizer: Any) -> list[int]:
     if not turns:
         raise DataError("expected a turn before the assistant's reply, found the reply alone: there is no question")
     if turns[0].role == "text":
-        return list(tokenizer(turns[0].content, verbose=False)["input_ids"])
-    if not getattr(tokenizer, "chat_template", None):
-        return _encode_plainly(turns, tokenizer)[0]
-    return _ids_of(ChatTemplate(tokenizer).text(turns, open_turn=True), tokenizer)
+        wanted = [Wanted(turns[0].content, has_special=True)]
+    elif not getattr(tokenizer, "chat_template", None):
+        wanted = _plainly(turns)
+    else:
+        wanted = [Wanted(ChatTemplate(tokenizer).text(turns, open_turn=True))]
+    return [token for tokens in TextTokenizer(tokenizer).tokens(wanted) for token in tokens.ids]
 
 
 def closing_text(tokenizer: Any) -> str:
@@ -114,7 +129,7 @@ class _Reply:
     def written(self) -> str:
         """The template's text of the turn after the opening of a reply."""
         is_prefix = self.through.startswith(self.before)
-        return self.through[len(self.before) if is_prefix else _num_shared(self.before, self.through) :]
+        return self.through[len(self.before) if is_prefix else num_shared(self.before, self.through) :]
 
 
 class Encoder:
@@ -135,6 +150,7 @@ class Encoder:
         self._template = ChatTemplate(tokenizer) if getattr(tokenizer, "chat_template", None) else None
         self._given: Counter[str] = Counter()
         self._unread: Counter[str] = Counter()
+        self._texts = TextTokenizer(tokenizer)
 
     @property
     def unread(self) -> tuple[Unread, ...]:
@@ -147,8 +163,38 @@ class Encoder:
 
     def rows(self, conversation: Conversation) -> list[EncodedRow]:
         """As :func:`encode_conversation`."""
+        [(_, rows)] = self.all_rows([conversation])
+        if isinstance(rows, ConversationError):
+            raise rows
+        return rows
+
+    def all_rows(
+        self, conversations: Iterable[Conversation]
+    ) -> Iterator[tuple[Conversation, list[EncodedRow] | ConversationError]]:
+        """Each of ``conversations`` with its rows, or the error of :meth:`rows`. Several are tokenised together."""
+        for group in _groups(conversations):
+            running = {place: self._steps(conversation) for place, conversation in enumerate(group)}
+            wanted: dict[int, list[Wanted]] = {}
+            found: dict[int, list[EncodedRow] | ConversationError] = {}
+            answers: dict[int, list[Tokens] | None] = dict.fromkeys(running)
+            while answers:
+                wanted.clear()
+                for place, answer in answers.items():
+                    try:
+                        # The first step takes no answer.
+                        steps = running[place]
+                        wanted[place] = next(steps) if answer is None else steps.send(answer)
+                    except StopIteration as end:
+                        found[place] = end.value
+                    except ConversationError as error:
+                        found[place] = error
+                tokens = iter(self._texts.tokens([text for texts in wanted.values() for text in texts]))
+                answers = {place: list(islice(tokens, len(texts))) for place, texts in wanted.items()}
+            yield from ((conversation, found[place]) for place, conversation in enumerate(group))
+
+    def _steps(self, conversation: Conversation) -> _Steps[list[EncodedRow]]:
         if self._train_on == "all":
-            return [self._whole(conversation)]
+            return [(yield from self._whole(conversation))]
         trained = [position for position, message in enumerate(conversation) if message.is_trained]
         if not trained:
             return []
@@ -157,17 +203,20 @@ class Encoder:
         conversation = conversation[: trained[-1] + 1]
         template = self._template
         if conversation[0].role == "text":
-            return [_encode_raw(conversation, self._tokenizer)]
+            return [(yield from _raw(conversation, self._tokenizer))]
         if template is None:
             self._count_unread(conversation, [])
-            return [self._ended(*_encode_plainly(conversation, self._tokenizer))]
-        text = template.text(conversation, open_turn=False)
-        replies = [self._reply(template, conversation, position) for position in trained]
+            turns = list(zip(conversation, (yield _plainly(conversation)), strict=True))
+            trained_tokens = [turn.is_trained for turn, tokens in turns for _ in tokens.ids]
+            return [self._ended([token for _, tokens in turns for token in tokens.ids], trained_tokens)]
+        texts = TurnTexts(template, conversation, is_recorded=len(trained) > 1)
+        text = texts.whole
+        replies = [self._reply(texts, conversation, position) for position in trained]
         self.num_shortened += sum(_is_shortened(reply) for reply in replies)
         is_one_row = all(text.startswith((reply.through, reply.stem)) for reply in replies)
         is_apart = all(reply.is_apart for reply in replies)
         # Where the text before a reply is rewritten, the marks alone tell where the reply is.
-        is_marked = template.is_marked(conversation) and self._is_fast and (self._follows_marks or not is_apart)
+        is_marked = template.is_marked(conversation) and self._texts.is_fast and (self._follows_marks or not is_apart)
         is_all_trained = all(turn.is_trained for turn in conversation if turn.role == "assistant")
         if is_marked and is_all_trained and (is_one_row or not is_apart):
             self._count_unread(conversation, [(conversation, text)])
@@ -180,55 +229,57 @@ class Encoder:
         parts = [(conversation, text, replies)] if is_one_row else [(one.turns, one.through, [one]) for one in replies]
         self._count_unread(conversation, [(turns, shown) for turns, shown, _ in parts])
         rows = []
-        for turns, shown, of_row in parts:
-            ids, mask = self._masked(shown, of_row)
+        for shown_turns, shown, of_row in parts:
+            [tokens] = yield [Wanted(shown, has_starts=True)]
+            ids, mask = tokens.ids, self._mask(shown, tokens, of_row)
             if is_marked:
-                marks = template.marked_tokens(turns)[1]
+                marks = template.marked_tokens(shown_turns)[1]
                 mask = [on and mark for on, mark in zip(mask, marks, strict=True)]
             rows.append(self._ended(ids, mask))
         return rows
 
-    def _whole(self, conversation: Conversation) -> EncodedRow:
+    def _whole(self, conversation: Conversation) -> _Steps[EncodedRow]:
         """All tokens of ``conversation``, all of them trained."""
         if conversation[0].role == "text":
-            ids: Sequence[int] = _encode_raw(conversation, self._tokenizer).input_ids
-            return EncodedRow(tuple(ids), (True,) * len(ids))
+            raw = yield from _raw(conversation, self._tokenizer)
+            return EncodedRow(raw.input_ids, (True,) * len(raw.input_ids))
         if self._template is None:
             self._count_unread(conversation, [])
-            ids = _encode_plainly(conversation, self._tokenizer)[0]
+            wanted = _plainly(conversation)
         else:
-            text = self._template.text(conversation, open_turn=False)
-            self._count_unread(conversation, [(conversation, text)])
-            ids = _ids_of(text, self._tokenizer)
-        return self._ended(list(ids), [True] * len(ids))
+            wanted = [Wanted(self._template.text(conversation, open_turn=False))]
+            self._count_unread(conversation, [(conversation, wanted[0].text)])
+        ids = [token for tokens in (yield wanted) for token in tokens.ids]
+        return self._ended(ids, [True] * len(ids))
 
-    def _reply(self, template: ChatTemplate, conversation: Conversation, position: int) -> _Reply:
-        turns = conversation[: position + 1]
-        through = template.text(turns, open_turn=False)
+    def _reply(self, texts: TurnTexts, conversation: Conversation, position: int) -> _Reply:
+        through = texts.text(position + 1, open_turn=False)
         if position:
-            before = template.text(conversation[:position], open_turn=True)
+            before = texts.text(position, open_turn=True)
         else:
             # Templates refuse an empty conversation, so the opening of a turn is read after the first turn.
-            before = template.text(turns, open_turn=True).removeprefix(through)
+            before = texts.text(1, open_turn=True).removeprefix(through)
         stem = self._without_eos(through) if self._ends_before_eos else through
         is_apart = through.startswith(before)
         if not is_apart and position:
-            closed = self._without_eos(template.text(conversation[:position], open_turn=False))
+            closed = self._without_eos(texts.text(position, open_turn=False))
             is_apart = before.startswith(closed) and through.startswith(closed)
-        return _Reply(turns, before, through, stem, is_apart)
+        return _Reply(conversation[: position + 1], before, through, stem, is_apart)
 
-    def _masked(self, text: str, replies: Sequence[_Reply]) -> tuple[list[int], list[bool]]:
-        """Tokens of ``text``, and whether each is part of one of ``replies``, which occur in it in order."""
-        ids, starts = self._tokens(text)
+    def _mask(self, text: str, tokens: Tokens, replies: Sequence[_Reply]) -> list[bool]:
+        """Whether each of ``tokens``, which are those of ``text``, is part of one of ``replies``, which occur in it in
+        order."""
+        ids, starts = tokens
+        anchors = self._texts.anchors(text, tokens)
         mask = [False] * len(ids)
         last_stop = 0
         for reply in replies:
-            begin = max(last_stop, _num_shared(_ids_of(reply.before, self._tokenizer), ids))
+            begin = max(last_stop, self._texts.num_before(reply.before, text, ids, anchors))
             is_last = reply is replies[-1]
             if is_last:
                 stop = len(ids)
             elif starts is None:
-                stop = _num_shared(_ids_of(reply.stem, self._tokenizer), ids)
+                stop = num_shared(self._texts.ids(reply.stem), ids)
             else:
                 stop = bisect_left(starts, len(reply.through if text.startswith(reply.through) else reply.stem))
             mask[begin:stop] = [True] * len(ids[begin:stop])
@@ -236,19 +287,7 @@ class Encoder:
                 mask[stop] = True
                 stop += 1
             last_stop = stop
-        return ids, mask
-
-    def _tokens(self, text: str) -> tuple[list[int], list[int] | None]:
-        """Token ids of ``text``, and the place of each one's first character; None where the tokenizer is slow."""
-        if not self._is_fast:
-            return _ids_of(text, self._tokenizer), None
-        # Not verbose: the tokenizer would warn about rows beyond the model's length before they are cut.
-        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        return list(encoded["input_ids"]), [first for first, _ in encoded["offset_mapping"]]
-
-    @cached_property
-    def _is_fast(self) -> bool:
-        return bool(getattr(self._tokenizer, "is_fast", False))
+        return mask
 
     @cached_property
     def _ends_turns(self) -> bool:
@@ -330,15 +369,6 @@ def _squeezed(text: str) -> str:
     return "".join(text.split())
 
 
-def _num_shared(first: Sequence[object], second: Sequence[object]) -> int:
-    """Length of the common prefix of both."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
-
-
-def _ids_of(text: str, tokenizer: Any) -> list[int]:
-    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-
-
 def with_last_reply(conversation: Conversation) -> Conversation:
     """``conversation`` in which only the last trained turn is trained."""
     trained = [position for position, message in enumerate(conversation) if message.is_trained]
@@ -351,23 +381,41 @@ def with_last_reply(conversation: Conversation) -> Conversation:
     return tuple(turns)
 
 
-def _encode_raw(conversation: Conversation, tokenizer: Any) -> EncodedRow:
+def _raw(conversation: Conversation, tokenizer: Any) -> _Steps[EncodedRow]:
     """A text, or a raw prompt and its completion, as they are."""
     *prompts, last = (turn.content for turn in conversation)
     prompt, eos = "".join(prompts), tokenizer.eos_token or ""
     last += "" if last.endswith(eos) else eos
-    ids = tokenizer(prompt + last, verbose=False)["input_ids"]
-    begin = _num_shared(tokenizer(prompt, verbose=False)["input_ids"], ids) if prompts else 0
+    ids, *before = [
+        tokens.ids
+        for tokens in (
+            yield [Wanted(text, has_special=True) for text in [prompt + last, *([prompt] if prompts else [])]]
+        )
+    ]
+    begin = num_shared(before[0], ids) if before else 0
     return EncodedRow(tuple(ids), tuple(position >= begin for position in range(len(ids))))
 
 
-def _encode_plainly(conversation: Conversation, tokenizer: Any) -> tuple[list[int], list[bool]]:
+def _plainly(conversation: Conversation) -> list[Wanted]:
     """Turns are tokenised one by one, so that a turn's tokens do not depend on what follows it."""
-    ids: list[int] = []
-    trained: list[bool] = []
-    for position, message in enumerate(conversation):
-        text = message.content if message.role in ("assistant", "text") else message.content + "\n"
-        turn = tokenizer(text, add_special_tokens=position == 0, verbose=False)["input_ids"]
-        ids += turn
-        trained += [message.is_trained] * len(turn)
-    return ids, trained
+    return [
+        Wanted(
+            message.content if message.role in ("assistant", "text") else message.content + "\n",
+            has_special=position == 0,
+        )
+        for position, message in enumerate(conversation)
+    ]
+
+
+def _groups(conversations: Iterable[Conversation]) -> Iterator[list[Conversation]]:
+    """``conversations`` in order, so many at a time as are tokenised together."""
+    group: list[Conversation] = []
+    num_characters = 0
+    for conversation in conversations:
+        group.append(conversation)
+        num_characters += sum(len(turn.content) for turn in conversation)
+        if len(group) == _GROUP_ROWS or num_characters >= _GROUP_CHARACTERS:
+            yield group
+            group, num_characters = [], 0
+    if group:
+        yield group

@@ -8,6 +8,8 @@ from itertools import groupby, takewhile
 from typing import Any
 
 from alto.data.dataset import EncodedDataset
+from alto.data.notes import reading_notes
+from alto.data.row_store import HeadStore
 from alto.data.task_rows import ReadRows
 from alto.records import DataPreview, ModelLimits, PreviewExample, Segments
 from alto.spec import Task
@@ -19,7 +21,13 @@ _Tokens = Sequence[tuple[int, bool]]
 
 
 def preview_rows(
-    rows: ReadRows, tokenizer: Any, task: Task, *, num_rows: int, limits: ModelLimits | None = None
+    rows: ReadRows,
+    tokenizer: Any,
+    task: Task,
+    *,
+    num_rows: int,
+    limits: ModelLimits | None = None,
+    head: HeadStore | None = None,
 ) -> DataPreview:
     """Counts of ``rows`` encoded with ``tokenizer`` and the model's ``limits``, and the first ``num_rows`` examples.
 
@@ -29,11 +37,15 @@ def preview_rows(
         task: The task.
         num_rows: Number of examples.
         limits: Limits of the model; None where it has none.
+        head: What they were read into; None where it took all rows.
 
     Raises:
         DataError: See :meth:`TaskRows.encode`.
     """
     data = rows.encode(tokenizer, limits)
+    is_cut = head is not None and head.is_cut
+    # How many rows there are to validate on, and which of them are trained too, a part of the rows does not tell.
+    untold = reading_notes(len(rows.validation), data.num_shared) if is_cut else []
     lengths = data.train.sequence_lengths
     return DataPreview(
         dataset=task.dataset_name,
@@ -43,8 +55,9 @@ def preview_rows(
         max_length=rows.max_length,
         counts=data.counts(),
         row_tokens=(min(lengths), statistics.median(lengths), max(lengths)),
-        notes=data.notes,
+        notes=tuple(note for note in data.notes if note not in untold),
         examples=tuple(_example(data.train, row, tokenizer) for row in range(min(num_rows, len(data.train)))),
+        num_read=head.num_rows if head is not None and is_cut else None,
     )
 
 

@@ -16,7 +16,7 @@ from typing import IO, Protocol, TypeVar
 from alto.data.lazy import Chain, LazySequence, View
 from alto.runs import write_error
 
-__all__ = ["MEMORY", "VIEWS", "DiskStore", "RowStore", "close_abandoned", "writing_cache"]
+__all__ = ["MEMORY", "VIEWS", "DiskStore", "HeadStore", "RowStore", "close_abandoned", "writing_cache"]
 
 _REMEDY = (
     "free disk space, name a folder on another disk with the environment variable ALTO_CACHE, or keep the data in "
@@ -77,6 +77,31 @@ class _MemoryStore:
 
 MEMORY: RowStore = _MemoryStore()
 """The store of data that fits into memory."""
+
+
+class HeadStore(_MemoryStore):
+    """Keeps the first rows of every dataset in lists; those after them are not read.
+
+    Args:
+        num_rows: Number of rows of each.
+
+    Attributes:
+        is_cut: Whether rows have been left out.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+        self.is_cut = False
+
+    def keep(self, rows: Iterable[Row]) -> Sequence[Row]:
+        left = iter(rows)
+        kept = list(itertools.islice(left, self.num_rows))
+        self.is_cut |= any(True for _ in itertools.islice(left, 1))
+        return kept
+
+    def choose(self, rows: Sequence[Row], indices: Sequence[int]) -> Sequence[Row]:
+        self.is_cut |= len(indices) > self.num_rows
+        return super().choose(rows, indices[: self.num_rows])
 
 
 class _ViewStore(_MemoryStore):

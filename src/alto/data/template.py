@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
+from alto.data.beginnings import Beginnings, record_beginnings
 from alto.data.conversation import Conversation, ConversationWithTools, Message
 from alto.data.rows import ConversationError
 
-__all__ = ["PARALLEL_CALLS", "ChatTemplate", "given_keys", "without_key"]
+__all__ = ["PARALLEL_CALLS", "ChatTemplate", "TurnTexts", "given_keys", "without_key"]
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 PARALLEL_CALLS = "calls: parallel"
 """The key of :func:`given_keys` for all tool calls of a turn but the first."""
+
+_RENDERER = "transformers.tokenization_utils_base"
+"""The module with transformers' own code that renders templates."""
 
 _PLAIN_ROLES = ("system", "developer", "user", "assistant")
 
@@ -68,6 +74,26 @@ class ChatTemplate:
         )
         return list(found["input_ids"]), [bool(mark) for mark in found["assistant_masks"]]
 
+    def beginnings(self, conversation: Conversation, *, open_turn: bool) -> Beginnings | None:
+        """As :meth:`text`, with the texts of all beginnings; None where these cannot be told from the whole: the
+        tokenizer has code of its own, or the template fails on the row's own form of the messages."""
+        beside = _beside(conversation)
+        if not self._is_transparent or not self._settings.isdisjoint(beside):
+            return None
+        arguments = {"tools": None, "documents": None, "add_generation_prompt": open_turn}
+        arguments |= {**self.tokenizer.special_tokens_map, **beside}
+        return record_beginnings(self._source(conversation), next(self._forms(conversation)), arguments)
+
+    @cached_property
+    def _is_transparent(self) -> bool:
+        """Whether the tokenizer renders templates by transformers' own code."""
+        return bool(type(self.tokenizer).apply_chat_template.__module__ == _RENDERER)
+
+    @cached_property
+    def _settings(self) -> Set[str]:
+        """Arguments of transformers' function that are not just given to the template."""
+        return inspect.signature(self.tokenizer.apply_chat_template).parameters.keys() - {"tools"}
+
     def _first(self, conversation: Conversation, render: Callable[[list[dict[str, Any]], dict[str, Any]], Any]) -> Any:
         """The result of ``render`` for the first form of the messages that the template accepts."""
         beside = _beside(conversation)
@@ -105,6 +131,39 @@ class ChatTemplate:
 
     def _source(self, conversation: Conversation) -> str:
         return str(self.tokenizer.get_chat_template(None, _beside(conversation).get("tools")))
+
+
+class TurnTexts:
+    """The template's texts of a conversation and of its beginnings.
+
+    Args:
+        template: The template.
+        conversation: The whole.
+        is_recorded: Whether so many beginnings are asked for that it is worth to render the whole for all of them.
+
+    Attributes:
+        whole: Text of the whole.
+
+    Raises:
+        ConversationError: See :meth:`ChatTemplate.text`.
+    """
+
+    def __init__(self, template: ChatTemplate, conversation: Conversation, *, is_recorded: bool) -> None:
+        self._template = template
+        self._conversation = conversation
+        self.whole = template.text(conversation, open_turn=False)
+        self._recorded: dict[bool, Beginnings | None] = {}
+        closed = template.beginnings(conversation, open_turn=False) if is_recorded else None
+        if closed is not None and closed.text == self.whole:
+            self._recorded = {False: closed, True: template.beginnings(conversation, open_turn=True)}
+
+    def text(self, num_turns: int, *, open_turn: bool) -> str:
+        """As :meth:`ChatTemplate.text`, of the first ``num_turns`` turns."""
+        if num_turns == len(self._conversation) and not open_turn:
+            return self.whole
+        recorded = self._recorded.get(open_turn)
+        known = None if recorded is None else recorded.of(num_turns)
+        return self._template.text(self._conversation[:num_turns], open_turn=open_turn) if known is None else known
 
 
 def given_keys(conversation: Conversation) -> dict[str, int]:

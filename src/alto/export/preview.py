@@ -16,6 +16,8 @@ __all__ = ["preview_text"]
 TRAINED_STYLE = "bold black on green"
 TRAINED_MARKS = ("⟦", "⟧")
 
+_READ = "read:        the first {:,} rows of each dataset, which all numbers here count; alto plan reads all"
+
 
 def preview_text(preview: DataPreview, *, marked: bool) -> RenderableType:
     """Everything in ``preview``, one fact a line, then the examples.
@@ -31,6 +33,7 @@ def preview_text(preview: DataPreview, *, marked: bool) -> RenderableType:
         f"dataset:     {clean(preview.dataset)}",
         f"form:        {preview.form} ({columns})",
         f"tokenizer:   {clean(preview.model)}",
+        *([] if preview.num_read is None else [_READ.format(preview.num_read)]),
         f"training:    {_split_line(preview, 'train')}",
         f"validation:  {_split_line(preview, 'validation')}",
         *([f"test:        {_split_line(preview, 'test')}"] if "test_rows" in counts else []),

@@ -94,6 +94,8 @@ class DataPreview:
             largest.
         notes: Notices about the data and the model, as sentences.
         examples: The first training rows.
+        num_read: Number of the first rows of each dataset that were read, where there are more: counts, lengths and
+            notes about the data are of these; None where all rows were read.
     """
 
     dataset: str
@@ -105,3 +107,4 @@ class DataPreview:
     row_tokens: tuple[int, float, int]
     notes: tuple[str, ...]
     examples: tuple[PreviewExample, ...]
+    num_read: int | None = None

@@ -77,8 +77,8 @@ class DataKeys(SpecModel):
             that are all bad are an error in any case.
         token_cache: Where the tokens of the rows are: in ``memory``; on ``disk``, in files that later runs and other
             processes use again, of which a bounded part is in memory; ``auto`` is ``disk`` where the texts of the task
-            have 256 MiB or more and no labels for a classification head, which are kept in memory. Tokens, splits and
-            order of rows are the same.
+            have 256 MiB or more, and from 4 MiB on where the cache can be written; but rows with labels for a
+            classification head are kept in memory. Tokens, splits and order of rows are the same.
     """
 
     name: str = Field(description="of the task and its run")
