@@ -62,7 +62,13 @@ def test_run_directory_holds_what_the_readme_says(tuned: tuple[alto.Task, alto.T
     resolved = alto.load_task(root / "task.yaml")
     limits = {key: getattr(resolved, key) for key in ("max_slots", "max_tokens_per_pass")}
     assert None not in limits.values()
-    assert resolved == task.replace(early_exit=task.early_exit.resolved(steps=[15]), **limits)
+    early_exit = resolved.early_exit
+    assert resolved == task.replace(early_exit=early_exit, **limits)
+    assert {rung.progress for rung in early_exit.selection_rungs} <= {
+        rung.progress for rung in task.early_exit.resolved(steps=[15]).selection_rungs
+    }
+    assert early_exit.evaluations is not None
+    assert early_exit.final_evaluations is not None
     assert Path(result.adapter_dir) == root / "best"
     assert result.best_job in (root / "report.html").read_text(encoding="utf-8")
     events = read_journal(root)
