@@ -46,7 +46,6 @@ from alto.runs.events import NO_SEQ, MeasuringBegun, QueuedTask, QueueResumed, Q
 from alto.scheduler import METHODS
 from alto.scheduler.queue import Queue, QueueSettings
 from alto.spec import Task
-from alto.spec.cache_home import cache_home
 
 __all__ = ["QueueRunner"]
 
@@ -182,11 +181,8 @@ class QueueRunner:
         def on_measured(task: Task, duration_s: float) -> None:
             tell(TaskMeasured(task=task.name, duration_s=duration_s))
 
-        def on_measuring(task: Task, begun: MeasuringBegun | None) -> None:
-            if begun is None:
-                tell(MeasuringBegun(task=task.name, model=task.model, kept_in=str(cache_home())))
-            else:
-                tell(replace(begun, task=task.name, is_update=True))
+        def on_measuring(task: Task, begun: MeasuringBegun) -> None:
+            tell(replace(begun, task=task.name))
 
         measurement = Measurement(
             cluster=cluster,
