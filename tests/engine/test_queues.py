@@ -98,13 +98,17 @@ def test_a_finished_queue_gives_its_results_again(
 ) -> None:
     queue, results, _ = ran
     engine = alto.Engine(output_dir=queue.root.parent)
-    before = engine._setup
+    before, journal = engine._setup, queue.run.journal_file.read_bytes()
     again = engine.resume_queue(queue.root)
     assert engine._setup == before, "the queue's own settings are not the engine's"
     assert before.total_gpus is None
     assert [result.best_validation_loss for result in again] == [result.best_validation_loss for result in results]
-    kinds = [event["event"] for event in read_events(queue.run.journal_file)]
-    assert kinds.count("executor_started") == 3
+    assert queue.run.journal_file.read_bytes() == journal
+    assert (
+        "3 of 3 tasks done on 2 CPU slots: finished after"
+        in CliRunner().invoke(app, ["resume", str(queue.root)]).stdout
+    )
+    assert queue.run.journal_file.read_bytes() == journal
 
 
 @pytest.mark.parametrize("command", ["show", "report", "resume"])
@@ -201,6 +205,8 @@ def test_the_report_of_a_queue_is_left_to_who_holds_its_lock(
     ran: tuple[QueueDir, list[alto.TaskResult], list[Any]], tmp_path: Path
 ) -> None:
     root = shutil.copytree(ran[0].root, tmp_path / "queue")
+    journal = root / "journal.jsonl"
+    journal.write_bytes(b"".join(journal.read_bytes().splitlines(keepends=True)[:-1]))  # it is not finished
     (root / "report.html").write_text("of another process", encoding="utf-8")
 
     def remove_lock() -> bool:

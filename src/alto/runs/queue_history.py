@@ -252,7 +252,7 @@ class QueueHistory(JournalFold):
         self._end_measuring(self.last_seen_at)
         for task in self.tasks.values():
             task.measuring = None
-        self._note_interruption(time)
+        self._note_interruption(time, is_rest=self.is_completed)
         self.is_completed = False
         self.notices += event.notes
         self._done.update(event.done)  # their submission may be journaled again after this
