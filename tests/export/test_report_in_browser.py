@@ -6,6 +6,7 @@ import json
 import shutil
 
 import pytest
+from journals import Journal
 
 from alto.export import write_comparison, write_queue_report
 from alto.export.report import write_report
@@ -113,6 +114,38 @@ def test_labels_of_rungs_are_above_the_plot_area_on_their_lines(small_run, open_
         line = page.locator("#validation .shapelayer path").first.bounding_box()
         assert box["y"] + box["height"] <= plot["y"] + 1
         assert abs(box["x"] + box["width"] / 2 - line["x"]) < 2
+
+
+@pytest.mark.parametrize("width", [390, 1400])
+def test_labels_of_rungs_neither_touch_nor_leave_the_figure(open_report, width):
+    journal = Journal()
+    rungs = [[0.01, 0.5], [0.025, 0.5], [0.05, 0.5], [0.1, 0.5], [0.2, 0.5]]
+    journal.start({"a": {}, "b": {}}, early_exit={"policy": "alto", "rungs": rungs, "equal_shares": True})
+    for job in journal.events[0]["jobs"]:
+        job["total_steps"] = 230
+        journal.add("eval", job=job["job"], step=3, total_steps=230, train_ema=2.0, validation_loss=2.0)
+    page = open_report(journal.events, width=1400)
+    page.set_viewport_size({"width": width, "height": 900})
+    for axis in ("log x-axis", "linear"):
+        page.get_by_role("button", name=axis).click()
+        labels = page.locator("#validation .annotation")
+        playwright.expect(labels.first).to_have_text(
+            "1 % keep 50 %" if width == 390 else "after 1.3 %, rung at 1 % keep 50 %"
+        )
+        boxes = [label.bounding_box() for label in labels.all()]
+        assert len(boxes) == 5
+        figure = page.locator("#validation .main-svg").first.bounding_box()
+        for index, box in enumerate(boxes):
+            assert figure["x"] <= box["x"]
+            assert box["x"] + box["width"] <= figure["x"] + figure["width"]
+            for other in boxes[:index]:
+                assert (
+                    box["x"] >= other["x"] + other["width"]
+                    or other["x"] >= box["x"] + box["width"]
+                    or abs(box["y"] - other["y"]) >= 12
+                ), (axis, box, other)
+        legend = page.locator("#validation .legend").bounding_box()
+        assert legend["y"] + legend["height"] <= min(box["y"] for box in boxes) + 4
 
 
 def test_learning_rates_are_drawn_at_both_moments(small_run, open_report):
