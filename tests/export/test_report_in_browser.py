@@ -116,6 +116,17 @@ def test_labels_of_rungs_are_above_the_plot_area_on_their_lines(small_run, open_
         assert abs(box["x"] + box["width"] / 2 - line["x"]) < 2
 
 
+def test_the_line_of_a_rung_meets_no_gridline(small_run, open_report):
+    page = open_report(small_run)
+    for axis in ("log x-axis", "linear"):
+        page.get_by_role("button", name=axis).click()
+        assert page.locator("#validation .xtick").count() > 2
+        line = page.locator("#validation .shapelayer path").first.bounding_box()
+        beside = [grid.bounding_box()["x"] - line["x"] for grid in page.locator("#validation .xgrid").all()]
+        assert not any(abs(distance) < 2 for distance in beside), axis
+    assert page.locator("#validation .ygrid").count() > 2
+
+
 @pytest.mark.parametrize("width", [390, 1400])
 def test_labels_of_rungs_neither_touch_nor_leave_the_figure(open_report, width):
     journal = Journal()

@@ -83,11 +83,12 @@
     const heights = Math.max(0, ...labels.map(({ height }) => height + 1));
     const layout = Object.assign(baseLayout(), { height: 470 + 18 * heights, margin: { ...margins, t: 48 + 18 * heights, b: 52 } });
     layout.legend.y = 1 + (8 + 18 * heights) / 370;
-    Object.assign(layout.xaxis, x, { title: { text: "share of the job's own steps", standoff: 12 } });
+    // plotly.js draws gridlines over lines as high as the plot, which would hide those of rungs.
+    Object.assign(layout.xaxis, x, { title: { text: "share of the job's own steps", standoff: 12 }, showgrid: !figure.rungs.length });
     const y = { title: { text: figure.yTitle, standoff: 12 }, range: figure.view.slice(), tickformat: figure.yTickFormat };
     Object.assign(layout.yaxis, y);
     layout.shapes = figure.rungs.map(([x]) => ({
-      type: "line", x0: x, x1: x, y0: 0, y1: 1, yref: "paper", layer: "between", line: { color: colour("rung"), width: 1, dash: "4px,4px" },
+      type: "line", x0: x, x1: x, y0: 0, y1: 1, yref: "paper", layer: "below", line: { color: colour("rung"), width: 1, dash: "4px,4px" },
     }));
     // plotly.js takes places of annotations on a logarithmic axis as exponents, those of shapes as they are.
     layout.annotations = labels.map(({ x: share, text, height, shift }) => ({
