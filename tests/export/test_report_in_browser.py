@@ -90,6 +90,33 @@ def test_an_interruption_is_marked_and_hostile_text_does_nothing(interrupted_run
     assert "<b onclick=alert(1)>" in page.locator("#parallel .annotation").all_text_contents()
 
 
+def apart(box, other) -> bool:
+    return (
+        box["x"] >= other["x"] + other["width"]
+        or other["x"] >= box["x"] + box["width"]
+        or box["y"] >= other["y"] + other["height"]
+        or other["y"] >= box["y"] + box["height"]
+    )
+
+
+def check_gap_and_title(page, figure):
+    """The words over a gap touch neither toolbar nor legend, and the title of the axis of time is in the figure."""
+    words = page.locator(f"#{figure} .annotation").bounding_box()
+    parts = page.locator(f"#{figure} .modebar-btn, #{figure} .legend .traces").all()
+    assert parts
+    for part in parts:
+        assert apart(words, part.bounding_box())
+    title, drawn = (page.locator(f"#{figure} {part}").first.bounding_box() for part in (".xtitle", ".main-svg"))
+    assert drawn["x"] <= title["x"]
+    assert title["x"] + title["width"] <= drawn["x"] + drawn["width"]
+    assert title["y"] + title["height"] <= drawn["y"] + drawn["height"]
+
+
+@pytest.mark.parametrize("width", [390, 1400])
+def test_the_words_over_an_interruption_of_a_run_cover_nothing(interrupted_run, open_report, width):
+    check_gap_and_title(open_report(interrupted_run, width=width), "slots")
+
+
 def test_curves_of_metrics_are_drawn_and_sorted_by(preference_run, open_report):
     page = open_report(preference_run)
     for figure in ("validation", "metric-0", "metric-1", "train"):
@@ -274,8 +301,9 @@ def test_both_columns_of_a_comparison_are_in_a_narrow_window(small_run, judged_r
     assert last.bounding_box()["x"] + last.bounding_box()["width"] <= 420
 
 
-def queue_page(folder, name):
-    """The page of a queue of two tasks, the first called ``name``, that ran one after the other on one slot."""
+def queue_page(folder, name, *, interrupted_s=0.0):
+    """The page of a queue of two tasks, the first called ``name``, that ran one after the other on one slot. It was
+    interrupted before its last event."""
     tasks = (name, "b")
     lines = [
         {
@@ -301,11 +329,17 @@ def queue_page(folder, name):
                 "outcome": "finished", "reason": "",
             },
         ]  # fmt: skip
-    lines.append({"event": "queue_completed", "time": 40.0})
+    lines += [{"event": "queue_resumed", "time": 40.0 + interrupted_s, "done": list(tasks)}] if interrupted_s else []
+    lines.append({"event": "queue_completed", "time": 40.0 + interrupted_s})
     journal = "".join(json.dumps({"seq": seq, **line}) + "\n" for seq, line in enumerate(lines))
     (folder / "journal.jsonl").write_text(journal)
     (folder / "queue.yaml").write_text("tasks: []\n")
     return write_queue_report(folder)
+
+
+@pytest.mark.parametrize("width", [390, 1400])
+def test_the_words_over_an_interruption_of_a_queue_cover_nothing(opened, tmp_path, width):
+    check_gap_and_title(opened(queue_page(tmp_path, "a", interrupted_s=23.0), width=width), "gantt")
 
 
 def test_a_long_name_of_a_task_hides_no_column_and_is_cut_to_its_bar(opened, tmp_path):

@@ -165,11 +165,13 @@
     const figure = figures.slots;
     if (!figure || !document.getElementById("slots")) return undefined;
     const rows = Math.max(1, figure.lanes.length);
+    const isBroken = figure.gaps.length && document.getElementById("slots").clientWidth < narrow; // a title in two lines
+    const bottom = isBroken ? 74 : 52;
     const layout = Object.assign(baseLayout(), {
-      height: Math.min(900, 136 + rows * 34), margin: { l: figure.lanes.some((lane) => lane.startsWith("rank")) ? 104 : 64, r: 32, t: 56, b: 52 }, barmode: "overlay", bargap: 0.18,
+      height: Math.min(900, 84 + bottom + rows * 34), margin: { l: figure.lanes.some((lane) => lane.startsWith("rank")) ? 104 : 64, r: 32, t: 56, b: bottom }, barmode: "overlay", bargap: 0.18,
       uniformtext: { minsize: 10, mode: "hide" },
     });
-    Object.assign(layout.xaxis, { title: { text: figure.xTitle, standoff: 12 }, rangemode: "tozero" });
+    Object.assign(layout.xaxis, { title: { text: isBroken ? figure.xTitle.replace(", ", ",<br>") : figure.xTitle, standoff: 12 }, rangemode: "tozero" });
     Object.assign(layout.yaxis, {
       type: "category", autorange: "reversed", showgrid: false, ticks: "",
       categoryorder: "array", categoryarray: figure.lanes,
