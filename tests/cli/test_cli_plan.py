@@ -94,6 +94,16 @@ def test_a_plan_is_json_for_scripts(task_file: Path):
     assert second["is_cached"] is True
 
 
+@pytest.mark.slow("queues")
+def test_a_plan_of_several_tasks_says_once_what_is_measured_once(task_file: Path):
+    other = task_file.with_name("other.yaml")
+    other.write_text(task_file.read_text(encoding="utf-8"), encoding="utf-8")
+    shown = CliRunner().invoke(app, ["plan", str(task_file), str(other), "--total-gpus", "2"])
+    assert shown.exit_code == 0, shown.output
+    assert "measured earlier" in shown.stdout
+    assert shown.stderr.count("measuring memory and time of") == 1
+
+
 def test_a_task_that_cannot_fit_is_refused_with_what_fits(task_file: Path):
     shown = CliRunner().invoke(app, ["plan", str(task_file), "--set", "max_tokens_per_pass=100000"])
     assert shown.exit_code == 1

@@ -133,6 +133,25 @@ def test_a_task_whose_journal_is_damaged_is_listed_among_the_others(command: str
     assert [(task["task"], bool(task["unreadable"])) for task in tasks] == [("a", True), ("b", False)]
 
 
+def test_tasks_of_a_finished_queue_are_not_cancelled(tmp_path: Path) -> None:
+    queue = queue_of_two(tmp_path)
+    with Journal(queue.run.journal_file) as journal:
+        journal.append(event("task_given_up", task="a", reason="it failed"))
+        journal.append(event("queue_completed"))
+    accepted = invoke("cancel", queue.root, "a")
+    assert "takes effect with: alto resume" in accepted.stdout, "which would try it again"
+    with queue.run.locked():
+        (command,) = QueueMailbox(queue.run).pending()
+        QueueMailbox(queue.run).answer(command.id, Answer(done=True, message=""))
+    with Journal(queue.run.journal_file) as journal:
+        journal.append(event("queue_resumed", done=["a"]))
+        journal.append(event("queue_completed"))
+    refused = invoke("cancel", queue.root, "a")
+    assert isinstance(refused.exception, QueueCommandError)
+    assert str(refused.exception).startswith("expected a queue that is not finished, found that ")
+    assert not QueueMailbox(queue.run).num_pending
+
+
 def test_a_command_to_a_job_of_a_queue_names_what_to_resume(tmp_path: Path) -> None:
     queue = queue_of_two(tmp_path)
     jobs = [{"job": "job-000", "config": {}, "total_steps": 10, "samples_budgeted": 10}]

@@ -128,7 +128,7 @@ def test_best_is_drawn_last_and_outcomes_share_a_legend_entry(small_run):
     figure = curve_figure(history, job_table(history).rows, VALIDATION_LOSS)
     roles = [trace["meta"]["role"] for trace in figure.traces]
     assert roles == ["underperforming", "diverging", "overfitting", "best"]
-    assert figure.rungs == [(0.1, "10 %: 2 kept")]
+    assert figure.rungs == [(0.1, "10 %: 2 kept", "10 %: 2 kept")]
     assert figure.traces[-1]["x"] == [0.1, 1.0]
     assert figure.traces[-1]["y"] == [2.1, 1.9]
     assert figure.traces[1]["y"] == [None]
@@ -147,10 +147,11 @@ def test_a_rung_is_drawn_where_a_job_could_be():
     journal.add("warmup_ended", rung=0, progress=0.01, kept=["b"], dropped=["a"])
     history = RunHistory.of(entries(journal.events))
     figure = curve_figure(history, job_table(history).rows, VALIDATION_LOSS)
-    assert [round(12 * place, 9) for place, _ in figure.rungs] == [1, 3, 3]
-    assert [label for _, label in figure.rungs] == [
+    assert [round(12 * place, 9) for place, *_ in figure.rungs] == [1, 3, 3]
+    assert [label for _, label, _ in figure.rungs] == [
         "after 8.3 %, rung at 1 %: 1 kept", "after 25 %, rung at 20 % keep 50 %", "25 % keep 100 %"
     ]  # fmt: skip
+    assert [short for *_, short in figure.rungs] == ["1 %: 1 kept", "20 % keep 50 %", "25 % keep 100 %"]
     assert first_equal_share(history) == 1 / 12
 
 

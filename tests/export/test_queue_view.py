@@ -113,6 +113,19 @@ def test_a_task_of_a_queue_that_nobody_works_on_is_interrupted():
     assert (drawn[True][1], drawn[False][1]) == ("running", "interrupted")
 
 
+def test_a_task_that_runs_counts_until_now_while_a_process_works_on_it():
+    progress = QueueProgress()
+    for each in entries(RESUMED[:2]):
+        progress.apply(each)
+    drawn = {}
+    for is_live in (True, False):
+        console = Console(file=io.StringIO(), width=120)
+        console.print(queue_summary(progress, is_live=is_live, now=RESUMED[1]["time"] + 65.0))
+        [line] = [line for line in console.file.getvalue().splitlines() if line.startswith(" a ")]
+        drawn[is_live] = line.partition("(planned")[0].split("  ")[-1].strip()
+    assert drawn == {True: "1 min 05 s", False: "0 s"}
+
+
 def measuring(time: float, **more: Any) -> dict[str, Any]:
     return {"event": "measuring", "time": time, "task": "a", "model": "tiny", **more}
 

@@ -6,6 +6,7 @@ import json
 import shutil
 
 import pytest
+from journals import Journal
 
 from alto.export import write_comparison, write_queue_report
 from alto.export.report import write_report
@@ -89,6 +90,33 @@ def test_an_interruption_is_marked_and_hostile_text_does_nothing(interrupted_run
     assert "<b onclick=alert(1)>" in page.locator("#parallel .annotation").all_text_contents()
 
 
+def apart(box, other) -> bool:
+    return (
+        box["x"] >= other["x"] + other["width"]
+        or other["x"] >= box["x"] + box["width"]
+        or box["y"] >= other["y"] + other["height"]
+        or other["y"] >= box["y"] + box["height"]
+    )
+
+
+def check_gap_and_title(page, figure):
+    """The words over a gap touch neither toolbar nor legend, and the title of the axis of time is in the figure."""
+    words = page.locator(f"#{figure} .annotation").bounding_box()
+    parts = page.locator(f"#{figure} .modebar-btn, #{figure} .legend .traces").all()
+    assert parts
+    for part in parts:
+        assert apart(words, part.bounding_box())
+    title, drawn = (page.locator(f"#{figure} {part}").first.bounding_box() for part in (".xtitle", ".main-svg"))
+    assert drawn["x"] <= title["x"]
+    assert title["x"] + title["width"] <= drawn["x"] + drawn["width"]
+    assert title["y"] + title["height"] <= drawn["y"] + drawn["height"]
+
+
+@pytest.mark.parametrize("width", [390, 1400])
+def test_the_words_over_an_interruption_of_a_run_cover_nothing(interrupted_run, open_report, width):
+    check_gap_and_title(open_report(interrupted_run, width=width), "slots")
+
+
 def test_curves_of_metrics_are_drawn_and_sorted_by(preference_run, open_report):
     page = open_report(preference_run)
     for figure in ("validation", "metric-0", "metric-1", "train"):
@@ -113,6 +141,49 @@ def test_labels_of_rungs_are_above_the_plot_area_on_their_lines(small_run, open_
         line = page.locator("#validation .shapelayer path").first.bounding_box()
         assert box["y"] + box["height"] <= plot["y"] + 1
         assert abs(box["x"] + box["width"] / 2 - line["x"]) < 2
+
+
+def test_the_line_of_a_rung_meets_no_gridline(small_run, open_report):
+    page = open_report(small_run)
+    for axis in ("log x-axis", "linear"):
+        page.get_by_role("button", name=axis).click()
+        assert page.locator("#validation .xtick").count() > 2
+        line = page.locator("#validation .shapelayer path").first.bounding_box()
+        beside = [grid.bounding_box()["x"] - line["x"] for grid in page.locator("#validation .xgrid").all()]
+        assert not any(abs(distance) < 2 for distance in beside), axis
+    assert page.locator("#validation .ygrid").count() > 2
+
+
+@pytest.mark.parametrize("width", [390, 1400])
+def test_labels_of_rungs_neither_touch_nor_leave_the_figure(open_report, width):
+    journal = Journal()
+    rungs = [[0.01, 0.5], [0.025, 0.5], [0.05, 0.5], [0.1, 0.5], [0.2, 0.5]]
+    journal.start({"a": {}, "b": {}}, early_exit={"policy": "alto", "rungs": rungs, "equal_shares": True})
+    for job in journal.events[0]["jobs"]:
+        job["total_steps"] = 230
+        journal.add("eval", job=job["job"], step=3, total_steps=230, train_ema=2.0, validation_loss=2.0)
+    page = open_report(journal.events, width=1400)
+    page.set_viewport_size({"width": width, "height": 900})
+    for axis in ("log x-axis", "linear"):
+        page.get_by_role("button", name=axis).click()
+        labels = page.locator("#validation .annotation")
+        playwright.expect(labels.first).to_have_text(
+            "1 % keep 50 %" if width == 390 else "after 1.3 %, rung at 1 % keep 50 %"
+        )
+        boxes = [label.bounding_box() for label in labels.all()]
+        assert len(boxes) == 5
+        figure = page.locator("#validation .main-svg").first.bounding_box()
+        for index, box in enumerate(boxes):
+            assert figure["x"] <= box["x"]
+            assert box["x"] + box["width"] <= figure["x"] + figure["width"]
+            for other in boxes[:index]:
+                assert (
+                    box["x"] >= other["x"] + other["width"]
+                    or other["x"] >= box["x"] + box["width"]
+                    or abs(box["y"] - other["y"]) >= 12
+                ), (axis, box, other)
+        legend = page.locator("#validation .legend").bounding_box()
+        assert legend["y"] + legend["height"] <= min(box["y"] for box in boxes) + 4
 
 
 def test_learning_rates_are_drawn_at_both_moments(small_run, open_report):
@@ -230,8 +301,9 @@ def test_both_columns_of_a_comparison_are_in_a_narrow_window(small_run, judged_r
     assert last.bounding_box()["x"] + last.bounding_box()["width"] <= 420
 
 
-def queue_page(folder, name):
-    """The page of a queue of two tasks, the first called ``name``, that ran one after the other on one slot."""
+def queue_page(folder, name, *, interrupted_s=0.0):
+    """The page of a queue of two tasks, the first called ``name``, that ran one after the other on one slot. It was
+    interrupted before its last event."""
     tasks = (name, "b")
     lines = [
         {
@@ -257,11 +329,17 @@ def queue_page(folder, name):
                 "outcome": "finished", "reason": "",
             },
         ]  # fmt: skip
-    lines.append({"event": "queue_completed", "time": 40.0})
+    lines += [{"event": "queue_resumed", "time": 40.0 + interrupted_s, "done": list(tasks)}] if interrupted_s else []
+    lines.append({"event": "queue_completed", "time": 40.0 + interrupted_s})
     journal = "".join(json.dumps({"seq": seq, **line}) + "\n" for seq, line in enumerate(lines))
     (folder / "journal.jsonl").write_text(journal)
     (folder / "queue.yaml").write_text("tasks: []\n")
     return write_queue_report(folder)
+
+
+@pytest.mark.parametrize("width", [390, 1400])
+def test_the_words_over_an_interruption_of_a_queue_cover_nothing(opened, tmp_path, width):
+    check_gap_and_title(opened(queue_page(tmp_path, "a", interrupted_s=23.0), width=width), "gantt")
 
 
 def test_a_long_name_of_a_task_hides_no_column_and_is_cut_to_its_bar(opened, tmp_path):

@@ -254,6 +254,15 @@ def test_before_the_first_event():
     assert screen([]) == ["Preparing …"]
 
 
+def test_summary_of_a_run_without_an_evaluation_names_no_checkpoints(small_run):
+    begun = small_run[: next(n for n, event in enumerate(small_run) if event["event"] == "eval")]
+    assert len(begun) > 1
+    target = console()
+    target.print(final_summary(RunHistory.of(entries(begun)), "runs/maths-1"))
+    assert "no job has a finite validation loss yet" in target.file.getvalue()
+    assert "runs/maths-1" not in target.file.getvalue()
+
+
 @pytest.mark.parametrize("finished", [True, False])
 def test_summary_says_where_the_adapter_lies(small_run, finished):
     target = console()

@@ -139,6 +139,14 @@ def test_pages_have_scripts_of_this_server_only_and_no_key(setup: Setup) -> None
         assert setup.secret not in setup.browser.get(path).text
 
 
+def test_a_page_does_not_say_what_is_lacking_before_its_data_are_there(setup: Setup) -> None:
+    for path in (f"/tasks/{setup.task}", "/cluster"):
+        text = Page(setup.browser.get(path).text).text
+        assert "Loading…" in text
+        for said in ("No job has a finite", "Drawn once", "Nothing was planned yet"):
+            assert said not in text
+
+
 def test_a_task_has_its_numbers_jobs_and_outputs(setup: Setup) -> None:
     page = setup.browser.get(f"/tasks/{setup.task}").text
     text = Page(page).text

@@ -234,6 +234,17 @@ def test_pages_fit_phones_and_both_schemes(
         assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
 
 
+def test_what_a_page_lacks_is_said_once_its_data_are_there(patient: Served, open_page: Opened) -> None:
+    page = open_page(f"{patient.url}/tasks/{running_task(patient)}")
+    note = page.locator('[data-lacks="parallel"]')
+    page.route("**/dashboard/tasks/*", lambda route: route.abort())
+    page.reload()
+    page.locator("#connection").wait_for()
+    assert note.inner_text() == "Loading…"
+    page.unroute("**/dashboard/tasks/*")
+    until(page, "document.querySelector('[data-lacks=\"parallel\"]').textContent.startsWith('Drawn once')")
+
+
 def test_every_field_and_button_has_a_name(quick: Served, open_page: Opened) -> None:
     for path in ("/new", "/"):
         page = open_page(quick.url + path)

@@ -79,6 +79,24 @@ def test_a_paused_task_is_paused_on_the_cluster_page_and_there_once(service: Ser
     assert len(lines()) == 1
 
 
+def test_time_goes_on_for_a_task_that_runs(service: Served) -> None:
+    running(service, service.client())
+    control = service.service.settings.root / "control"
+    (journal,) = control.glob("*/journal.jsonl")
+    before = journal.read_bytes()
+
+    def cluster() -> tuple[float, float, str]:
+        actual = json.loads(shown(service, "/api/cluster"))["actual"][0]["duration_s"]
+        found = json.loads(shown(service, "/dashboard/cluster"))
+        (bar,) = (trace["x"][0] for trace in found["gantt"]["traces"] if trace["meta"]["kind"] == "actual")
+        return actual, bar, re.findall(r'<td class="number">([^<]*)</td>', found["fragments"]["queue"])[-1]
+
+    first = cluster()
+    wait_for(lambda: all(now != then for now, then in zip(cluster(), first, strict=True)))
+    assert cluster()[0] > first[0]
+    assert journal.read_bytes() == before, "though nothing was written"
+
+
 def test_a_failed_task_trains_nothing_any_more(service: Served) -> None:
     job = running(service, service.client())
     figures = json.loads(shown(service, f"/dashboard/tasks/{job}"))["figures"]

@@ -188,6 +188,17 @@ def test_two_spellings_of_one_key_among_the_overrides_are_refused(write, overrid
         load_task(write(BASE), overrides)
 
 
+def test_a_fault_of_an_override_is_not_one_of_the_file(write):
+    path = write(BASE)
+    with pytest.raises(UnknownKeyError, match="the unknown key 'learning_rte'") as refused:
+        load_task(path, ["name=x", "learning_rte=1e-3"])
+    assert str(refused.value).startswith(f"In {path} with --set 'name=x' --set 'learning_rte=1e-3': the task has ")
+    broken = write(BASE + "learning_rte: 1.0e-3\n")
+    with pytest.raises(UnknownKeyError) as refused:
+        load_task(broken, ["name=x"])
+    assert str(refused.value).startswith(f"In {broken}: the task has ")
+
+
 def test_of_overrides_with_one_spelling_the_last_counts(write):
     assert load_task(write(BASE), ["lr=1e-4", "lr=1e-3"]).fixed == {"learning_rate": 1e-3}
 

@@ -20,7 +20,7 @@ from alto.spec.method import find_method
 __all__ = ["app"]
 
 app = typer.Typer(
-    name="job", help="Stop, resume and clone jobs of a task, which runs or is finished.", no_args_is_help=True
+    name="job", help="Stop jobs of a task that is not finished; resume and clone jobs of any.", no_args_is_help=True
 )
 
 JobName = Annotated[str, typer.Argument(metavar="JOB", help="Job, for example job-003; alto show lists them.")]

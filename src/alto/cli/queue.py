@@ -13,7 +13,7 @@ from alto.cli.completion import complete_queue
 from alto.cli.options import Overrides
 from alto.cli.paths import reachable
 from alto.errors import QueueCommandError
-from alto.runs import QueueAction, QueueDir, QueueMailbox, resume_command
+from alto.runs import QueueAction, QueueDir, QueueMailbox, TaskStage, read_queue_history, resume_command
 from alto.spec import load_task
 
 __all__ = ["cancel", "drain", "submit"]
@@ -62,9 +62,15 @@ def cancel(
     tasks: Annotated[list[str], typer.Argument(metavar="TASK…", help="Tasks, as alto list names them.")],
     wait_s: Wait = 60.0,
 ) -> None:
-    """Cancel tasks; those that run save and end."""
+    """Cancel tasks of a queue that is not finished; those that run save and end."""
     queue_dir = QueueDir.open(queue)
     mailbox = QueueMailbox(queue_dir.run)
+    if not mailbox.num_pending and queue_dir.run.journal_file.exists():  # a task that was submitted may wait
+        history = read_queue_history(queue_dir.root)
+        if history.is_completed and not history.in_state(TaskStage.FAILED):  # alto resume tries failed ones again
+            raise QueueCommandError(
+                f"expected a queue that is not finished, found that {queue_dir.root} is; no task runs or waits"
+            )
     _show_answers(queue_dir, mailbox, [mailbox.ask(QueueAction.CANCEL, task) for task in tasks], wait_s)
 
 

@@ -78,7 +78,7 @@ def _show_queue(console: Console, queue: Path, *, as_json: bool, watch: bool, ev
         if as_json:
             print_json(_queue_facts(queue, progress, is_live=is_live, now=now))
         else:
-            console.print(queue_summary(progress, queue, is_live=is_live))
+            console.print(queue_summary(progress, queue, is_live=is_live, now=now))
             if progress.queue.status(is_live=is_live) is RunStatus.INTERRUPTED:
                 print_interrupted(console, queue)
         if not (watch and is_live):

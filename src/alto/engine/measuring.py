@@ -36,8 +36,8 @@ class Measurement:
     Attributes:
         is_parallel: Whether an executor is a process for each of its GPUs.
         refresh: Measure again, even where a measurement is cached.
-        on_measuring: Called with each task before it is measured, and None, then with how far its measurement is; not
-            called for one whose estimate is cached.
+        on_measuring: Called with each task that an executor measures: before it does, then with how far it is. An
+            executor to which the measurement is known does not measure.
         on_measured: Called with each task and what it takes, in seconds.
         is_interrupted: Called every second; once it returns true, measuring ends.
     """
@@ -45,7 +45,7 @@ class Measurement:
     cluster: Cluster
     is_parallel: bool
     refresh: bool
-    on_measuring: Callable[[Task, MeasuringBegun | None], None]
+    on_measuring: Callable[[Task, MeasuringBegun], None]
     on_measured: Callable[[Task, float], None]
     is_interrupted: Callable[[], bool]
 
@@ -81,7 +81,6 @@ class Measurement:
                 found: dict[int, TaskEstimate] = {}
                 for group in at_once:
                     for index in group:
-                        self.on_measuring(tasks[index], None)
                         controller.submit(self._run(index, tasks[index], folder / index))
                     for index in group:
                         while not controller.wait(index, timeout_s=_WAIT_S):

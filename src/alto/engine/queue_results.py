@@ -5,22 +5,26 @@ from __future__ import annotations
 import contextlib
 from dataclasses import replace
 
-from alto.errors import AltoError, RunBusyError, TasksFailedError
+from alto.errors import AltoError, RunBusyError, RunError, TasksFailedError
 from alto.export import write_queue_report
 from alto.results import TaskResult
 from alto.runs import (
+    JournalEntry,
     QueueDir,
+    QueueMailbox,
     RunDir,
     TaskHistory,
     TaskStage,
     has_result,
+    read_entries,
     read_history,
     read_queue_history,
     resume_command,
     task_outcome,
 )
+from alto.runs.events import QueueCompleted
 
-__all__ = ["queue_results", "write_report_of"]
+__all__ = ["past_of_finished", "queue_results", "write_report_of"]
 
 
 def queue_results(queue_dir: QueueDir) -> list[TaskResult]:
@@ -48,6 +52,20 @@ def queue_results(queue_dir: QueueDir) -> list[TaskResult]:
             results=results,
         )
     return results
+
+
+def past_of_finished(queue_dir: QueueDir) -> list[JournalEntry]:
+    """The journal of a queue in which nothing is left to do, also by a command that waits; else empty."""
+    if QueueMailbox(queue_dir.run).num_pending:
+        return []
+    entries, _ = queue_dir.read()
+    if not all(entry.is_cancelled or has_result(queue_dir.run_of(entry.task)) for entry in entries):
+        return []
+    try:
+        past = read_entries(queue_dir.run.journal_file)
+    except RunError:  # to resume the queue repairs it
+        return []
+    return past if past and isinstance(past[-1].event, QueueCompleted) else []
 
 
 def write_report_of(queue_dir: QueueDir) -> None:

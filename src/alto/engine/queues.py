@@ -23,7 +23,7 @@ from alto.engine.estimates import base_key
 from alto.engine.gpus import STRATEGIES
 from alto.engine.measuring import Measurement
 from alto.engine.objects import IN_A_QUEUE, check_has_id
-from alto.engine.queue_results import write_report_of
+from alto.engine.queue_results import past_of_finished, queue_results, write_report_of
 from alto.engine.queue_setup import QueueSetup, check_method, first_as_given, first_schedule, replanning, unique_names
 from alto.engine.runner import portable
 from alto.engine.task_queue import TaskQueue
@@ -46,7 +46,6 @@ from alto.runs.events import NO_SEQ, MeasuringBegun, QueuedTask, QueueResumed, Q
 from alto.scheduler import METHODS
 from alto.scheduler.queue import Queue, QueueSettings
 from alto.spec import Task
-from alto.spec.cache_home import cache_home
 
 __all__ = ["QueueRunner"]
 
@@ -77,7 +76,6 @@ class QueueRunner:
         """A schedule of ``tasks`` under their names in the queue.
 
         Args:
-            tasks: The tasks.
             method: Scheduling method.
             refresh: Measure durations again, even where they are cached.
         """
@@ -90,7 +88,6 @@ class QueueRunner:
         """Run ``tasks`` as a new queue in ``output_dir``.
 
         Args:
-            tasks: The tasks.
             schedule: Their first schedule; None measures the tasks in the queue's folder and makes one.
             output_dir: Where the queue's folder is made.
         """
@@ -131,7 +128,6 @@ class QueueRunner:
         """Resume the queue at ``root``, on the cluster it began on, or on the one that the caller names.
 
         Args:
-            root: The queue's folder.
             trust_remote_code: Whether the caller allows code of base models.
             keep_open: Wait for further tasks when all have ended.
         """
@@ -152,13 +148,19 @@ class QueueRunner:
                     tasks[entry.task] = load_run_task(run, trust_remote_code=trust_remote_code)
         trusted = [entry.task for entry in entries] if trust_remote_code else []
         ends = past_ends(queue_dir)
-        with queue_dir.run.locked(), setup.opened() as cluster:
+        with queue_dir.run.locked():
             answer_past_ends(queue_dir, ends)
-            intake = _intake(setup, cluster, trusted=trusted, trusts_commands=trust_remote_code)
-            with self._working(queue_dir, setup, cluster, settings["method"], intake, tasks=tasks) as queue:
-                if not keep_open:
-                    queue.finish()
-                queue.serve()
+            if not keep_open and (past := past_of_finished(queue_dir)):
+                for seen in past:
+                    self._show(replace(seen, is_replayed=True))
+                write_report_of(queue_dir)
+                return queue_results(queue_dir)
+            with setup.opened() as cluster:
+                intake = _intake(setup, cluster, trusted=trusted, trusts_commands=trust_remote_code)
+                with self._working(queue_dir, setup, cluster, settings["method"], intake, tasks=tasks) as queue:
+                    if not keep_open:
+                        queue.finish()
+                    queue.serve()
         return queue.results()
 
     # -- schedules -------------------------------------------------------------------------------------------------
@@ -182,11 +184,8 @@ class QueueRunner:
         def on_measured(task: Task, duration_s: float) -> None:
             tell(TaskMeasured(task=task.name, duration_s=duration_s))
 
-        def on_measuring(task: Task, begun: MeasuringBegun | None) -> None:
-            if begun is None:
-                tell(MeasuringBegun(task=task.name, model=task.model, kept_in=str(cache_home())))
-            else:
-                tell(replace(begun, task=task.name, is_update=True))
+        def on_measuring(task: Task, begun: MeasuringBegun) -> None:
+            tell(replace(begun, task=task.name))
 
         measurement = Measurement(
             cluster=cluster,

@@ -136,12 +136,12 @@ class CurveFigure:
 
     Attributes:
         traces: Plotly traces of the curves.
-        rungs: Rungs: their places on the axis, and labels.
+        rungs: Rungs: their places on the axis, labels, and labels for narrow figures.
         view: The view that it opens with; None if there is nothing to show.
     """
 
     traces: list[dict[str, Any]]
-    rungs: list[tuple[float, str]]
+    rungs: list[tuple[float, str, str]]
     view: View | None
 
 
@@ -351,16 +351,15 @@ def _curve(
     }
 
 
-def _rung_labels(history: RunHistory) -> list[tuple[float, str]]:
-    """Every rung, at the share after which jobs were first evaluated for it."""
+def _rung_labels(history: RunHistory) -> list[tuple[float, str, str]]:
+    """Every rung, at the share after which jobs were first evaluated for it; the second label leaves out that share."""
     labels = []
     for rung in history.rung_settings:
         outcome = next((found for found in history.rungs if math.isclose(found.progress, rung.progress)), None)
         kept = f"{format_share(rung.progress)}: {len(outcome.kept)} kept" if outcome is not None else ""
         share, label = history.share_after(rung), kept or describe_rung(rung)
-        if not math.isclose(share, rung.progress):
-            label = f"after {format_share(share)}, rung at {label}"
-        labels.append((share, label))
+        is_exact = math.isclose(share, rung.progress)
+        labels.append((share, label if is_exact else f"after {format_share(share)}, rung at {label}", label))
     return labels
 
 

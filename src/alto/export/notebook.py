@@ -111,7 +111,7 @@ def _drawing(figure: CurveFigure, view: View) -> _Drawing:
         ),
         x_ticks=tuple((x_of(share), format_share(share)) for share in shares),
         y_ticks=tuple((y_of(value), label) for value, label in _round_ticks(view.low, view.high)),
-        rungs=tuple(x_of(progress) for progress, _ in figure.rungs),
+        rungs=tuple(x_of(progress) for progress, *_ in figure.rungs),
         legend=tuple((html.unescape(trace["name"]), trace["meta"]["role"]) for trace in _best_first(figure)),
         note=view.left_out,
     )

@@ -133,7 +133,7 @@ class PlainQueueView:
 
 
 def queue_summary(
-    progress: QueueProgress, queue_dir: str | Path | None = None, *, is_live: bool = True
+    progress: QueueProgress, queue_dir: str | Path | None = None, *, is_live: bool = True, now: float | None = None
 ) -> RenderableType:
     """The table of tasks, and where their adapters lie.
 
@@ -141,19 +141,22 @@ def queue_summary(
         progress: The queue and the runs of its tasks.
         queue_dir: The queue's folder.
         is_live: Whether a process works on it, if it is not finished.
+        now: Unix time until which what runs is counted; by default the latest event.
     """
     queue = progress.queue
     status = queue.status(is_live=is_live)
+    if now is None or status is not RunStatus.RUNNING:
+        now = queue.last_seen_at or 0.0
     state = "not finished" if status is RunStatus.RUNNING else status.value
     lines: list[RenderableType] = [
-        Text.assemble((_headline(queue), "bold"), f": {state} after {_wall_time(queue)}"),
+        Text.assemble((_headline(queue), "bold"), f": {state} after {_wall_time(queue, now)}"),
         *(Text(f"note: {clean(notice)}", style="yellow") for notice in queue.notices),
         *_unreadable(progress),
         "",
         _TaskTable(
             progress,
             list(queue.tasks.values()),
-            queue.last_seen_at or 0.0,
+            now,
             is_live=status is RunStatus.RUNNING,
         ),
     ]
@@ -162,9 +165,9 @@ def queue_summary(
     return Group(*lines)
 
 
-def _wall_time(queue: QueueHistory) -> str:
+def _wall_time(queue: QueueHistory, now: float) -> str:
     """How long the queue has worked, with the measuring before its first schedule."""
-    total = format_duration(queue.duration_s)
+    total = format_duration(queue.worked_s(now))
     return f"{total}, {format_duration(queue.measuring_s)} of them for measuring" if queue.measuring_s else total
 
 

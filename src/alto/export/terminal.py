@@ -281,7 +281,7 @@ def final_summary(
         found = outlook(history, now)
         lines.append(Text(" · ".join([f"{format_share(found.share_done)} done", *describe_outlook(found)])))
     lines += samples_text(history)
-    if run_dir is not None:
+    if run_dir is not None and history.best is not None:
         lines.append(_place(history, Path(run_dir)))
     return Group(*lines)
 
@@ -336,6 +336,6 @@ def _saved_by_reason(history: RunHistory) -> str:
 
 
 def _place(history: RunHistory, run_dir: Path) -> Text:
-    if history.result is not None and history.best is not None:
+    if history.result is not None:
         return Text(f"adapter: {clean(run_dir / 'best')}", overflow="fold")
     return Text(f"best checkpoints so far: {clean(run_dir / 'jobs')}", overflow="fold")

@@ -23,13 +23,15 @@ class JournalFold(ABC):
     Attributes:
         started_at: Unix time of the first entry, None before it.
         last_seen_at: Unix time of the latest entry.
-        interruptions: Spans of unix seconds in which no process worked.
+        interruptions: Spans of unix seconds in which no process worked, though something was left to do.
+        rests: Spans of unix seconds from the end until further work came.
     """
 
     def __init__(self) -> None:
         self.started_at: float | None = None
         self.last_seen_at: float | None = None
         self.interruptions: list[tuple[float, float]] = []
+        self.rests: list[tuple[float, float]] = []
 
     @classmethod
     def of(cls, entries: Iterable[JournalEntry]) -> Self:
@@ -70,17 +72,18 @@ class JournalFold(ABC):
 
     @property
     def duration_s(self) -> float:
-        """Seconds from the first to the latest entry, without interruptions."""
+        """Seconds from the first to the latest entry, without interruptions and rests."""
         return 0.0 if self.last_seen_at is None else self.worked_s(self.last_seen_at)
 
     def worked_s(self, time: float) -> float:
-        """Seconds from the first entry to ``time`` (unix seconds), without interruptions."""
+        """Seconds from the first entry to ``time`` (unix seconds), without interruptions and rests."""
         if self.started_at is None:
             return 0.0
-        idle_s = sum(max(0.0, min(time, end) - start) for start, end in self.interruptions)
+        idle_s = sum(max(0.0, min(time, end) - start) for start, end in (*self.interruptions, *self.rests))
         return max(0.0, time - self.started_at - idle_s)
 
-    def _note_interruption(self, time: float) -> None:
-        """Note an interruption between the previous entry and that of ``time``, with which a process resumes."""
+    def _note_interruption(self, time: float, *, is_rest: bool = False) -> None:
+        """Note an interruption, or a rest, between the previous entry and that of ``time``, with which a process
+        resumes."""
         if self.last_seen_at is not None:
-            self.interruptions.append((self.last_seen_at, max(self.last_seen_at, time)))
+            (self.rests if is_rest else self.interruptions).append((self.last_seen_at, max(self.last_seen_at, time)))

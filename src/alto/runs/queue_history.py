@@ -165,10 +165,10 @@ class QueueHistory(JournalFold):
     def in_state(self, state: TaskStage) -> list[TaskHistory]:
         return [task for task in self.tasks.values() if task.state is state]
 
-    def actual_placements(self) -> list[Placement]:
-        """Placements of all attempts until the latest event; starts are seconds since the queue began, without
-        interruptions."""
-        now = self.last_seen_at or 0.0
+    def actual_placements(self, now: float | None = None) -> list[Placement]:
+        """Placements of all attempts until ``now`` (unix seconds; by default the latest event); starts are seconds
+        since the queue began, without interruptions."""
+        now = self.last_seen_at or 0.0 if now is None else now
         return [
             Placement(
                 task=task.task,
@@ -180,10 +180,11 @@ class QueueHistory(JournalFold):
             for attempt in task.attempts
         ]
 
-    def utilisation(self) -> float:
+    def utilisation(self, now: float | None = None) -> float:
         """Share of the GPU seconds between the first start and the last end that executors had, without interruptions,
-        in [0, 1]. What tasks share counts once."""
-        actual = sorted(self.actual_placements(), key=lambda place: place.start_s)
+        in [0, 1]. What tasks share counts once, what still runs until ``now`` (unix seconds; by default the latest
+        event)."""
+        actual = sorted(self.actual_placements(now), key=lambda place: place.start_s)
         if not actual:
             return 0.0
         used_s, busy_until_s = 0.0, dict.fromkeys((gpu for place in actual for gpu in place.gpus), 0.0)
@@ -251,7 +252,7 @@ class QueueHistory(JournalFold):
         self._end_measuring(self.last_seen_at)
         for task in self.tasks.values():
             task.measuring = None
-        self._note_interruption(time)
+        self._note_interruption(time, is_rest=self.is_completed)
         self.is_completed = False
         self.notices += event.notes
         self._done.update(event.done)  # their submission may be journaled again after this

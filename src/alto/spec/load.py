@@ -45,8 +45,25 @@ def load_task(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Ta
         UnknownKeyError, ConflictingKeysError, UnsupportedError: As :class:`Task` does.
     """
     path = Path(path)
-    written = read_mapping(path, "task", "model: alto-tiny")
-    return _task(path, overridden(_resolve_paths(written, path.parent), overrides))
+    written = _resolve_paths(read_mapping(path, "task", "model: alto-tiny"), path.parent)
+    given = list(overrides)
+    values = overridden(written, given)
+    try:
+        return _task(path, values)
+    except (SpecError, UnsupportedError) as error:
+        if given and str(error) != _fault_of(path, written):
+            what = str(error).removeprefix(f"In {path}: ")
+            raise type(error)(f"In {path} with {' '.join(f'--set {quoted(each)}' for each in given)}: {what}") from None
+        raise
+
+
+def _fault_of(path: Path, written: Mapping[Any, Any]) -> str:
+    """What is wrong with the file by itself; empty where nothing is."""
+    try:
+        _task(path, written)
+    except (SpecError, UnsupportedError) as error:
+        return str(error)
+    return ""
 
 
 def read_run_task(path: str | os.PathLike[str]) -> Task:

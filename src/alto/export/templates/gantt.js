@@ -26,14 +26,17 @@
     if (figure === null) return undefined;
     const lanes = figure.lanes.length;
     const axis = { gridcolor: colour("grid"), linecolor: colour("line"), tickcolor: colour("line"), zeroline: false };
-    const axisTitle = figure.unit + " since the start" + (figure.gaps.length ? ", interruptions cut out" : "");
+    const isBroken = figure.gaps.length && document.getElementById("gantt").clientWidth < 560; // a title in two lines
+    const axisTitle = figure.unit + " since the start" + (figure.gaps.length ? "," + (isBroken ? "<br>" : " ") + "interruptions cut out" : "");
+    const top = figure.gaps.length ? 56 : 16; // room for the words over a gap, below the toolbar
+    const bottom = isBroken ? 74 : 52;
     const layout = {
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", hovermode: "closest", dragmode: "zoom",
       uirevision: "kept", // what a reader zoomed into stays so when a newer figure is shown
       font: { family: "system-ui, -apple-system, Segoe UI, Roboto, sans-serif", size: 13, color: colour("soft") },
       hoverlabel: { bgcolor: colour("panel"), bordercolor: colour("line"), font: { color: colour("ink") }, align: "left" },
       modebar: { bgcolor: "rgba(0,0,0,0)", color: colour("pending"), activecolor: colour("soft") },
-      height: Math.min(1400, 110 + lanes * (figure.isCompared ? 44 : 30)), margin: { ...margins, t: figure.gaps.length ? 32 : 16, b: 52 },
+      height: Math.min(1400, 42 + top + bottom + lanes * (figure.isCompared ? 44 : 30)), margin: { ...margins, t: top, b: bottom },
       barmode: "overlay", showlegend: false, uniformtext: { minsize: 10, mode: "hide" },
       xaxis: Object.assign({ title: { text: axisTitle, standoff: 12 }, rangemode: "tozero" }, axis),
       yaxis: Object.assign({}, axis, {

@@ -14,6 +14,8 @@
   const symbols = { second: "diamond", overfitting: "diamond", diverging: "x", stopped: "square", failed: "cross" };
   let scale = document.querySelector("[data-scale][aria-pressed=true]")?.dataset.scale;
   let mode = 0;
+  const narrow = 560; // pixels
+  const margins = { l: 64, r: 32 };
 
   const colour = (role) => {
     const style = getComputedStyle(document.documentElement);
@@ -52,27 +54,45 @@
     return Plotly.react(id, traces, layout, settings);
   }
 
+  // Labels of rungs stand above the plot area, where no curve runs, on the lowest of heights where they touch no other;
+  // those that would leave the figure are moved into it.
+  function placedLabels(rungs, width, shareOf) {
+    const ends = [];
+    return rungs.map(([x, long, short]) => {
+      const text = width < narrow ? short : long;
+      const half = 3.4 * text.length + 4;
+      const line = shareOf(x) * width;
+      const middle = Math.min(Math.max(line, half - margins.l), width + margins.r - half);
+      const free = ends.findIndex((end) => end <= middle - half);
+      const height = free < 0 ? ends.length : free;
+      ends[height] = middle + half;
+      return { x: x, text: text, height: height, shift: middle - line };
+    });
+  }
+
   function drawCurves({ id }) {
     const figure = figures[id];
     if (!figure || !figure.view) return undefined;
-    // Labels of rungs stand above the plot area, where no curve runs; those of neighbours on three heights.
-    const heights = Math.min(3, figure.rungs.length);
-    const layout = Object.assign(baseLayout(), { height: 470 + 18 * heights, margin: { l: 64, r: 32, t: 48 + 18 * heights, b: 52 } });
-    layout.legend.y = 1 + (8 + 18 * heights) / 370;
     const places = [...figure.rungs.map(([x]) => x), ...figure.traces.flatMap((trace) => trace.x)];
     const first = Math.min(...places.filter((x) => x > 0));
     const x = scale === "log"
       ? { type: "log", range: [Math.log10(first * 0.9), Math.log10(1.04)], tickvals: ticks, ticktext: ticks.map((t) => +(t * 100).toFixed(2) + " %") }
       : { type: "linear", range: [0, 1.02], tickformat: ".0%" };
-    Object.assign(layout.xaxis, x, { title: { text: "share of the job's own steps", standoff: 12 } });
+    const exponent = (share) => (scale === "log" ? Math.log10(share) : share);
+    const labels = placedLabels(figure.rungs, document.getElementById(id).clientWidth - margins.l - margins.r, (share) => (exponent(share) - x.range[0]) / (x.range[1] - x.range[0]));
+    const heights = Math.max(0, ...labels.map(({ height }) => height + 1));
+    const layout = Object.assign(baseLayout(), { height: 470 + 18 * heights, margin: { ...margins, t: 48 + 18 * heights, b: 52 } });
+    layout.legend.y = 1 + (8 + 18 * heights) / 370;
+    // plotly.js draws gridlines over lines as high as the plot, which would hide those of rungs.
+    Object.assign(layout.xaxis, x, { title: { text: "share of the job's own steps", standoff: 12 }, showgrid: !figure.rungs.length });
     const y = { title: { text: figure.yTitle, standoff: 12 }, range: figure.view.slice(), tickformat: figure.yTickFormat };
     Object.assign(layout.yaxis, y);
     layout.shapes = figure.rungs.map(([x]) => ({
-      type: "line", x0: x, x1: x, y0: 0, y1: 1, yref: "paper", layer: "between", line: { color: colour("rung"), width: 1, dash: "4px,4px" },
+      type: "line", x0: x, x1: x, y0: 0, y1: 1, yref: "paper", layer: "below", line: { color: colour("rung"), width: 1, dash: "4px,4px" },
     }));
     // plotly.js takes places of annotations on a logarithmic axis as exponents, those of shapes as they are.
-    layout.annotations = figure.rungs.map(([x, text], index) => ({
-      x: scale === "log" ? Math.log10(x) : x, y: 1, yref: "paper", yanchor: "bottom", yshift: 18 * (index % 3),
+    layout.annotations = labels.map(({ x: share, text, height, shift }) => ({
+      x: exponent(share), xshift: shift, y: 1, yref: "paper", yanchor: "bottom", yshift: 18 * height,
       showarrow: false, text: text, font: { size: 12 },
     }));
     return show(id, figure.traces.map(styledCurve), layout, config);
@@ -145,11 +165,13 @@
     const figure = figures.slots;
     if (!figure || !document.getElementById("slots")) return undefined;
     const rows = Math.max(1, figure.lanes.length);
+    const isBroken = figure.gaps.length && document.getElementById("slots").clientWidth < narrow; // a title in two lines
+    const bottom = isBroken ? 74 : 52;
     const layout = Object.assign(baseLayout(), {
-      height: Math.min(900, 136 + rows * 34), margin: { l: figure.lanes.some((lane) => lane.startsWith("rank")) ? 104 : 64, r: 32, t: 56, b: 52 }, barmode: "overlay", bargap: 0.18,
+      height: Math.min(900, 84 + bottom + rows * 34), margin: { l: figure.lanes.some((lane) => lane.startsWith("rank")) ? 104 : 64, r: 32, t: 56, b: bottom }, barmode: "overlay", bargap: 0.18,
       uniformtext: { minsize: 10, mode: "hide" },
     });
-    Object.assign(layout.xaxis, { title: { text: figure.xTitle, standoff: 12 }, rangemode: "tozero" });
+    Object.assign(layout.xaxis, { title: { text: isBroken ? figure.xTitle.replace(", ", ",<br>") : figure.xTitle, standoff: 12 }, rangemode: "tozero" });
     Object.assign(layout.yaxis, {
       type: "category", autorange: "reversed", showgrid: false, ticks: "",
       categoryorder: "array", categoryarray: figure.lanes,
@@ -222,6 +244,7 @@
   });
 
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+  addEventListener("resize", drawAllCurves);
   window.altoFigures = {
     show: (found) => {
       figures = found;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from fastapi import APIRouter
@@ -30,10 +31,14 @@ class ClusterView:
     Args:
         history: Of the control plane.
         tenant: Who looks.
+
+    Attributes:
+        now: Unix time until which tasks that run are counted.
     """
 
     def __init__(self, history: QueueHistory, tenant: str) -> None:
         self.history = history
+        self.now = history.last_seen_at or 0.0 if history.is_completed else time.time()
         self._tenant = tenant
         lately = list(history.tasks.values())[-_MOST_TASKS:]
         jobs = dict.fromkeys(job_of(task) for task in history.tasks)
@@ -61,7 +66,7 @@ class ClusterView:
     def actual(self) -> list[Placement]:
         """What executors had, in seconds since the control plane began."""
         shown = {task.task for task in self.tasks}
-        return [place for place in self.history.actual_placements() if place.task in shown]
+        return [place for place in self.history.actual_placements(self.now) if place.task in shown]
 
 
 def is_measured(task: TaskHistory) -> bool:
@@ -91,7 +96,7 @@ def get(service: ServiceOf, caller: Reader) -> dict[str, Any]:
         "devices": "gpus" if history.has_gpus else "cpu slots",
         "nodes": [{"name": node.name, "gpus": len(node.gpus)} for node in history.nodes],
         "open_tasks": waiting,
-        "utilisation": round(history.utilisation(), 4),
+        "utilisation": round(history.utilisation(view.now), 4),
         "planned": [_placement(view, place) for place in view.planned()],
         "actual": [_placement(view, place) for place in view.actual()],
     }

@@ -63,6 +63,7 @@ def _context(service: Service, caller: Caller) -> dict[str, Any]:
     return {
         "history": history,
         "device": "GPU" if history.has_gpus else "CPU slot",
+        "utilisation": history.utilisation(view.now),
         "busy": _busy(running),
         "num_running": len(ordered["running"]),
         "num_waiting": len(ordered["waiting"]),
@@ -143,7 +144,6 @@ def _line(view: ClusterView, task: _ShownTask) -> dict[str, Any]:
     last, history = task.last, view.history
     name = view.shown_name(last.task)
     attempts = [attempt for part in task.parts for attempt in part.attempts]
-    now = history.last_seen_at or 0.0
     return {
         "name": name,
         "is_own": job_of(last.task) == name,
@@ -153,7 +153,7 @@ def _line(view: ClusterView, task: _ShownTask) -> dict[str, Any]:
         "planned_start_s": task.planned_start_s if is_measured(last) else None,
         "start_s": history.worked_s(attempts[0].start) if attempts else None,
         "expected_s": last.duration_s if is_measured(last) else None,
-        "spent_s": sum(attempt.duration_s(now) for attempt in attempts) if attempts else None,
+        "spent_s": sum(attempt.duration_s(view.now) for attempt in attempts) if attempts else None,
     }
 
 

@@ -81,7 +81,10 @@
       return Boolean(figure) && figure.view !== null;
     };
     document.querySelectorAll("[data-has]").forEach((part) => { part.hidden = !has(part.dataset.has); });
-    document.querySelectorAll("[data-lacks]").forEach((part) => { part.hidden = has(part.dataset.lacks); });
+    document.querySelectorAll("[data-lacks]").forEach((part) => {
+      part.hidden = has(part.dataset.lacks);
+      part.textContent = part.dataset.otherwise; // no longer that it loads
+    });
     if (figures && window.altoFigures) window.altoFigures.show(figures);
     if (isLogarithmic && mayChooseScale) document.querySelector('[data-scale="log"]').click();
     if (gantt && window.altoGantt) window.altoGantt.show(gantt);
