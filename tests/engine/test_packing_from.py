@@ -48,7 +48,7 @@ def losses(run: str | Path) -> list[tuple[Any, ...]]:
     return sorted((event["event"], json.dumps({k: v for k, v in event.items() if k not in IGNORED})) for event in told)
 
 
-IGNORED = ("seq", "time", "duration_s", "event", "tokens_per_s")
+IGNORED = ("seq", "time", "time_s", "duration_s", "event", "tokens_per_s")
 
 
 def packing(run: str | Path) -> dict[str, Any]:

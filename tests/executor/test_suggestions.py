@@ -168,11 +168,11 @@ def test_the_search_is_told_what_every_job_has_reached(tmp_path: Path, monkeypat
 
     evaluate = Trainer.evaluate
 
-    def little_memory(trainer: Trainer, jobs: Any, split: str = "validation") -> Any:
+    def little_memory(trainer: Trainer, jobs: Any, split: str = "validation", **options: Any) -> Any:
         wide = next((job for job in jobs if job.config.r == 8), None)
         if wide is not None:
             raise RowTooLargeError(wide.slot, 40)
-        return evaluate(trainer, jobs, split)
+        return evaluate(trainer, jobs, split, **options)
 
     monkeypatch.setattr(Trainer, "evaluate", little_memory)
     early_exit = {"rungs": [[0.5, 0.5]], "detect_divergence": False, "detect_overfitting": False}

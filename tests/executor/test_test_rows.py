@@ -43,7 +43,7 @@ def run(folder: Path, data: TaskData, jobs: Any = JOBS, **settings: Any) -> tupl
 
 def facts(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Everything that was trained and decided, without the time, the data's digest and what was tested."""
-    left = ("seq", "time", "duration_s", "test_loss", "test_rows", "test_metrics", "data", "values")
+    left = ("seq", "time", "time_s", "duration_s", "test_loss", "test_rows", "test_metrics", "data", "values")
     return [{key: value for key, value in event.items() if key not in left} for event in events]
 
 
@@ -165,10 +165,10 @@ def test_the_base_is_tested_with_the_loss_of_each_job(tmp_path: Path) -> None:
 def test_a_test_row_that_does_not_fit_ends_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     evaluate = Trainer.evaluate
 
-    def no_memory(trainer: Trainer, jobs: Sequence[Any], split: str = "validation") -> Any:
+    def no_memory(trainer: Trainer, jobs: Sequence[Any], split: str = "validation", **options: Any) -> Any:
         if split == "test" and any(job.config.r == 8 for job in jobs):
             raise RowTooLargeError(next(job.slot for job in jobs if job.config.r == 8), 40)
-        return evaluate(trainer, jobs, split)
+        return evaluate(trainer, jobs, split, **options)
 
     monkeypatch.setattr(Trainer, "evaluate", no_memory)
     together = [{**job, "batch_size": 4} for job in JOBS]

@@ -185,7 +185,7 @@ def facts(root: Path) -> dict[str, Any]:
             subject = event.get("job", "task")
             changing = ("seq", "time", "versions", "dataset", "base_model", "model")
             lives.setdefault(subject, []).append({k: v for k, v in event.items() if k not in changing})
-    last = {k: v for k, v in events[-1].items() if k not in ("seq", "time")}
+    last = {k: v for k, v in events[-1].items() if k not in ("seq", "time", "time_s")}
     files = {str(path.relative_to(root)): path.read_bytes().hex() for path in sorted(root.rglob("*.safetensors"))}
     return {
         "curves": curves,
