@@ -122,6 +122,7 @@ def with_alto(algorithm: str, size: Size, seed: int, model: str, folder: Path) -
         seed=seed,
         search_space=SPACE,
         search={"algorithm": algorithm, "budget": limit},
+        early_exit={"evaluation_share": "all"},  # so that every leader is tested as soon as it leads
         report_to="none",
     )
     began = time.time()

@@ -59,7 +59,7 @@ def plan(size: Size, seed: int, folder: Path) -> Task:
     for split, pairs in (("train", train), ("validation", validation)):
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs), encoding="utf-8")
     rungs = tuple((point, 1.0) for point in POINTS)
-    everything = EarlyExit(rungs=rungs, detect_divergence=False, detect_overfitting=False)
+    everything = EarlyExit(rungs=rungs, detect_divergence=False, detect_overfitting=False, evaluation_share="all")
     return make_task(size, "alto-tiny", folder, seed).replace(early_exit=everything, report_to="none")
 
 

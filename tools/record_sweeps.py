@@ -34,7 +34,12 @@ RECORDINGS = Path(__file__).resolve().parents[1] / "benchmarks" / "recordings"
 POINTS = (0.005, 0.01, 0.025, 0.05, 0.15)
 """Shares of its steps at which a job is validated, beside every tenth."""
 
-OBSERVE = EarlyExit(rungs=tuple((point, 1.0) for point in POINTS), detect_divergence=False, detect_overfitting=False)
+OBSERVE = EarlyExit(
+    rungs=tuple((point, 1.0) for point in POINTS),
+    detect_divergence=False,
+    detect_overfitting=False,
+    evaluation_share="all",
+)
 """Evaluates at all points and ends nobody."""
 
 SHORT_SOURCES = ("rasbt/instruction-data-with-preference", "pandalm/testset-v1", "hh-rlhf/harmless-base/test")

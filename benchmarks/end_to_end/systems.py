@@ -199,9 +199,10 @@ def tune(task: Task, output_dir: Path) -> tuple[TaskResult, float]:
 
 
 def observed(task: Task) -> Task:
-    """``task`` with evaluations where its policy has them, and no job ended early."""
+    """``task`` with evaluations where its policy has them, on all rows, and no job ended early."""
     rungs = tuple((rung.progress, 1.0) for rung in task.early_exit.selection_rungs)
-    return task.replace(early_exit=EarlyExit(rungs=rungs, detect_divergence=False, detect_overfitting=False))
+    everything = EarlyExit(rungs=rungs, detect_divergence=False, detect_overfitting=False, evaluation_share="all")
+    return task.replace(early_exit=everything)
 
 
 def eval_steps(task: Task, settings: JobSettings, num_train: int) -> tuple[int, ...]:

@@ -181,6 +181,7 @@ def test_metrics_of_a_journal_are_those_that_all_evaluations_have() -> None:
         (journal()[:5], "expected every step up to 3"),
         ([journal()[0], *journal()[5:]], "found gaps"),
         (journal(samples_budgeted=12), "expected a budget of 12 rows, found 10"),
+        ([{**journal()[0], "evaluation_order": [1, 0]}, *journal()[1:]], "evaluation_share: all"),
     ],
 )
 def test_journals_that_are_not_whole(events, message) -> None:

@@ -133,10 +133,16 @@ class Recording:
         """Fold the journal of a run without early exit.
 
         Raises:
-            RunError: No task was started, a job was not trained to its end, or a job's budget disagrees with its steps.
+            RunError: No task was started, evaluations were on some of the validation rows, a job was not trained to its
+                end, or a job's budget disagrees with its steps.
         """
         entries = list(entries)
         started, curves = start_of(entries), curves_of(entries)
+        if started.evaluation_order:
+            raise RunError(
+                "Journal: expected evaluations on all validation rows, found some on a part of them. Train the task "
+                "with early_exit: {evaluation_share: all}, or early_exit: false."
+            )
         recording = cls(
             task={"name": started.task, "num_validation": started.num_validation},
             num_train=started.num_train,
