@@ -31,7 +31,7 @@ __all__ = [
 _CHATML_TOKENS = {"<|im_start|>", "<|im_end|>"}
 
 _GROUP_ROWS = 256
-_GROUP_CHARACTERS = 2**20
+_GROUP_CHARACTERS = 2**17
 """Characters of a group of conversations that are tokenised together; all their tokens are in memory."""
 
 _Result = TypeVar("_Result")
