@@ -428,10 +428,9 @@ def test_tables_hold_what_the_journal_holds(result: alto.TaskResult) -> None:
         (line["job"], line["step"]): (line["train_ema"], line["validation_loss"], line["step"] / line["total_steps"])
         for line in evaluations
     }
-    tested = {
-        (line["job"], line["step"]): line["test_loss"] for line in evaluations if line.get("test_loss") is not None
-    }
-    assert tested
+    measured = [line for line in lines if line["event"] == "best_measured"]
+    tested = {(line["job"], line["step"]): line["test_loss"] for line in measured if line.get("test_loss") is not None}
+    assert len(tested) == 1, "the winner"
     assert {(row.job, row.step): row.test_loss for row in frame.itertuples() if not math.isnan(row.test_loss)} == tested
     ended = {line["job"]: line for line in lines if line["event"] in ("job_exited", "job_completed")}
     assert dict(result.jobs["samples_trained"]) == {job: line["samples_trained"] for job, line in ended.items()}

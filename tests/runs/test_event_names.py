@@ -22,6 +22,9 @@ OTHER_MEANINGS: Mapping[str, set[str]] = {
     "executor/recovery.py": {"train"},  # a split of the data
     "data/task_rows.py": {"train"},
     "executor/cache.py": {"measured"},  # a key of the cache
+    "cli/show.py": {"measuring"},  # what the time of a run went into
+    "export/wording.py": {"measuring"},
+    "runs/result.py": {"measuring"},
     "export/gantt.py": {"planned"},  # names of figures and columns
     "export/job_grid.py": {"train"},
     "export/preview.py": {"train"},

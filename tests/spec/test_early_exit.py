@@ -8,8 +8,8 @@ import pytest
 from alto.early_exit import rung_notes
 from alto.errors import ConflictingKeysError, SpecError, UnknownKeyError
 from alto.records import Rung
-from alto.spec.early_exit import PRESETS, EarlyExit
-from alto.spec.rungs import places_at, rung_step
+from alto.spec.early_exit import EarlyExit
+from alto.spec.rungs import PRESETS, places_at, rung_step
 
 
 @pytest.mark.parametrize(

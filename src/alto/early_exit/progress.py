@@ -9,9 +9,8 @@ from dataclasses import replace
 from alto.early_exit.common_rows import on_scale_of
 from alto.errors import SpecError
 from alto.records import LossPoint, Rung, StartValue
-from alto.spec.early_exit import EARLIEST_IN_WARMUP
 from alto.spec.metric import LEAST_SCORE
-from alto.spec.rungs import ceil_share, rung_step
+from alto.spec.rungs import EARLIEST_IN_WARMUP, ceil_share, rung_step
 
 __all__ = ["evaluation_steps", "point_at_share", "rung_notes"]
 

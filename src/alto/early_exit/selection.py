@@ -9,10 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from alto.early_exit import nonfinite
-from alto.early_exit.common_rows import on_one_scale, on_scale_of
-from alto.early_exit.noise import is_better, is_within_noise, leading_group
+from alto.early_exit.common_rows import on_one_scale
+from alto.early_exit.noise import leading_group
 from alto.early_exit.policy import Policy
-from alto.early_exit.progress import point_at_share
 from alto.early_exit.repetitions import Repeated, ranked_configurations
 from alto.early_exit.smoothing import Ema
 from alto.early_exit.track import ENDS_COMPETING, JobTrack
@@ -22,8 +21,7 @@ from alto.spec.rungs import rung_step
 
 __all__ = ["Selection"]
 
-# Above every score.
-UNBEATABLE = sys.float_info.max
+UNBEATABLE = sys.float_info.max  # above every score
 
 
 class Selection:
@@ -150,31 +148,11 @@ class Selection:
         _require(track.trains, f"{job} to train, found that it has ended")
         _require(step == done, f"an evaluation of {job} after the {done} steps it has done, found one after {step}")
         _require(last < step <= track.total_steps, f"an evaluation of {job} after step {last}, found one at {step}")
-        assert track.ema.value is not None
-        point = LossPoint(
-            job=job,
-            step=step,
-            total_steps=track.total_steps,
-            train_ema=track.ema.value,
-            validation_loss=validation_loss,
-            score=score,
-            score_rows=tuple(score_rows),
-            loss_scale=track.loss_scale,
-            start_loss=None if track.start is None else track.start.validation_loss,
-            loss_rows=tuple(loss_rows),
-        )
-        track.history.append(point)
+        point = track.evaluated(job, validation_loss, score, tuple(score_rows), tuple(loss_rows))
         self._num_changes += 1
         verdict = nonfinite.judge_point(point)
         if verdict is None:
-            if track.peak is None or point.score > track.peak.score:
-                track.peak = point
-            # Steps that are each within noise of the previous one must not lead away from the best score.
-            if track.best is None or (
-                is_better(on_scale_of(track.best, point, self._row_weights), track.best)
-                and is_within_noise(point, track.peak)
-            ):
-                track.best = point
+            track.keep_best(point, self._row_weights)
             if step == track.total_steps:
                 track.finished = True
                 return None
@@ -197,9 +175,9 @@ class Selection:
         """Observe the best checkpoint of ``job`` on more rows, after all jobs have ended: jobs measured so come before
         all others in the end."""
         _require(not self.training, "all jobs to have ended, found that some train")
-        track = self._tracks[job]
-        assert track.best is not None, f"{job} was evaluated"
-        track.best = replace(track.best, validation_loss=validation_loss, loss_rows=tuple(loss_rows))
+        best = self._tracks[job].best
+        assert best is not None, f"{job} was evaluated"
+        self._tracks[job].best = replace(best, validation_loss=validation_loss, loss_rows=tuple(loss_rows))
         self._measured.add(job)
 
     def observe_scores(self, scores: Sequence[FinalistScore]) -> None:
@@ -228,9 +206,8 @@ class Selection:
         """
         _require(job not in self._tracks, f"a new job, found that {job} is there already")
         self._num_changes += 1
-        self._tracks[job] = JobTrack(
-            total_steps, Ema(self._ema_alpha), loss_scale=loss_scale, late_rung=0 if catches_up else None
-        )
+        late_rung = 0 if catches_up else None
+        self._tracks[job] = JobTrack(total_steps, Ema(self._ema_alpha), loss_scale=loss_scale, late_rung=late_rung)
 
     def fork(self, job: str, origin: str) -> None:
         """Add a job that continues where ``origin``, which trains, is now: what was observed of that counts for both,
@@ -244,17 +221,14 @@ class Selection:
         """Reopen a job that was ended: it takes part in every rung still to be decided, and is judged by its later
         evaluations."""
         track = self._tracks[job]
-        verdict = track.decision
-        _require(verdict is not None, f"{job} to have been ended early, found that it has not")
-        assert verdict is not None
+        _require(track.decision is not None, f"{job} to have been ended early, found that it has not")
+        assert track.decision is not None
         _require(
-            all(map(math.isfinite, verdict.evidence.values())),
+            all(map(math.isfinite, track.decision.evidence.values())),
             f"{job} to have finite losses, found that it ended with one that is not, so it cannot be resumed",
         )
         self._num_changes += 1
-        track.decision = None
-        track.competes = True
-        track.judged_from = len(track.history)
+        track.reopen()
 
     @property
     def jobs(self) -> tuple[str, ...]:
@@ -392,7 +366,7 @@ class Selection:
     def front_runners(self) -> tuple[str, ...]:
         """Return the jobs that train, best first by their values at the last decided rung, or else by their best
         evaluations. Jobs without a value come last, most steps first."""
-        at_rung = [self._at_rung(job, self._rungs_held - 1) for job in self.training] if self._rungs_held else []
+        at_rung = (self._at_rung(job, self._rungs_held - 1) for job in self.training if self._rungs_held)
         points = [point for point in at_rung if point] or [best for best in map(self.best, self.training) if best]
         ranked = [group.members[0].job for group in ranked_configurations(points, {}, set())]
         others = sorted(set(self.training) - set(ranked), key=lambda job: (-self._tracks[job].ema.count, job))
@@ -401,9 +375,8 @@ class Selection:
     def within_noise_of_winner(self) -> list[LossPoint]:
         """The best evaluations of other jobs, with other scores than the winner's, that are within noise of the best
         score; best score first."""
-        ranked = self._ranked_bests()
+        ranked, failed = self._ranked_bests(), self._failed_configurations()
         best_of = {group.mean.job: group.members[0] for group in ranked}
-        failed = self._failed_configurations()
         competing = [one.mean for one in ranked if one.mean.job not in failed] or [one.mean for one in ranked]
         group = leading_group(competing)
         others = [point for point in group if point.score != group[0].score]
@@ -423,8 +396,7 @@ class Selection:
         return len({self._configuration_of.get(job, job) for job in entered})
 
     def _ranked_bests(self) -> list[Repeated[LossPoint]]:
-        bests = [track.best for track in self._tracks.values() if track.best is not None]
-        bests = on_one_scale(bests, self._row_weights)
+        bests = on_one_scale([track.best for track in self._tracks.values() if track.best], self._row_weights)
         ranked = ranked_configurations(bests, self._configuration_of, self._failed_configurations())
         return sorted(ranked, key=lambda group: not self._measured.issuperset(one.job for one in group.members))
 
@@ -461,21 +433,16 @@ class Selection:
         """The value of ``job`` at rung number ``index``; None if it has not reached it, or there is no such rung."""
         if index >= len(self.policy.rungs):
             return None
-        track = self._tracks[job]
-        if self.policy.equal_shares:
-            rung = self.policy.rungs[index]
-            return point_at_share(track.history, rung, track.total_steps, track.start, self._row_weights)
-        return next((point for point in track.history if point.step >= self._stop(job, index)), None)
+        return self._tracks[job].at_rung(
+            self.policy.rungs[index], self._row_weights if self.policy.equal_shares else None
+        )
 
     def _stands_at_rung(self, job: str) -> bool:
         """Whether ``job`` waits at the next rung, or trained past it and ended there by a verdict."""
         point, track = self._at_rung(job, self._rungs_held), self._tracks[job]
         if point is None or track.late_rung is not None:
             return False
-        if track.finished and track.steps == point.step:
-            # It finished at this rung. It must not have an advantage over jobs compared at equal shares.
-            return self.policy.equal_shares
-        return track.trains or track.ended_after(point)
+        return track.stands_at(point, is_equal_share=self.policy.equal_shares)
 
 
 def _require(condition: bool, expected_and_found: str) -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from alto.early_exit.common_rows import on_scale_of
+from alto.early_exit.noise import is_better, is_within_noise
+from alto.early_exit.progress import point_at_share
 from alto.early_exit.smoothing import Ema
-from alto.records import ExitDecision, ExitReason, FinalistScore, LossPoint, Standing, StartValue
+from alto.records import ExitDecision, ExitReason, FinalistScore, LossPoint, Rung, Standing, StartValue
+from alto.spec.rungs import rung_step
 
 __all__ = ["ENDS_COMPETING", "JobTrack"]
 
@@ -92,6 +97,77 @@ class JobTrack:
             start_loss=point.start_loss,
             is_training=self.trains,
         )
+
+    def evaluated(
+        self,
+        job: str,
+        validation_loss: float,
+        score: float,
+        score_rows: tuple[float, ...],
+        loss_rows: tuple[float, ...],
+    ) -> LossPoint:
+        """Note and return an evaluation after the steps that it has done; arguments as of :class:`LossPoint`."""
+        assert self.ema.value is not None, "it has trained"
+        point = LossPoint(
+            job=job,
+            step=self.ema.count,
+            total_steps=self.total_steps,
+            train_ema=self.ema.value,
+            validation_loss=validation_loss,
+            score=score,
+            score_rows=score_rows,
+            loss_scale=self.loss_scale,
+            start_loss=None if self.start is None else self.start.validation_loss,
+            loss_rows=loss_rows,
+        )
+        self.history.append(point)
+        return point
+
+    def reopen(self) -> None:
+        """Let it train and compete again, judged by its later evaluations."""
+        self.decision = None
+        self.competes = True
+        self.judged_from = len(self.history)
+
+    def stands_at(self, point: LossPoint, *, is_equal_share: bool) -> bool:
+        """Whether it waits at the rung of ``point``, or trained past it and ended there by a verdict.
+
+        Args:
+            point: Its value at the rung.
+            is_equal_share: Whether jobs are compared at exactly equal shares. One that finished at the rung must not
+                have an advantage over them.
+        """
+        if self.finished and self.steps == point.step:
+            return is_equal_share
+        return self.trains or self.ended_after(point)
+
+    def keep_best(self, point: LossPoint, row_weights: Sequence[float]) -> None:
+        """Let ``point``, its latest evaluation, take the place of the best where it is better.
+
+        Args:
+            point: The evaluation.
+            row_weights: Weight of every validation row, in the order of evaluation.
+        """
+        if self.peak is None or point.score > self.peak.score:
+            self.peak = point
+        # Steps that are each within noise of the previous one must not lead away from the best score.
+        if self.best is None or (
+            is_better(on_scale_of(self.best, point, row_weights), self.best) and is_within_noise(point, self.peak)
+        ):
+            self.best = point
+
+    def at_rung(self, rung: Rung, row_weights: Sequence[float] | None) -> LossPoint | None:
+        """Return its value at ``rung``; None if it has not reached it.
+
+        Args:
+            rung: The rung.
+            row_weights: Weight of every validation row, in the order of evaluation, for the value at exactly the share
+                of the rung; None for the first evaluation at or after it.
+        """
+        if row_weights is not None:
+            return point_at_share(self.history, rung, self.total_steps, self.start, row_weights)
+        step = rung_step(rung, self.total_steps)
+        return next((point for point in self.history if point.step >= step), None)
 
     def ended_after(self, point: LossPoint) -> bool:
         """Whether it continued after ``point``, one of its evaluations, and then ended, other than by a user."""

@@ -41,14 +41,13 @@ from alto.executor import (
     SharedBank,
     TaskContext,
     TaskSession,
-    budget_evaluations,
     check_base,
     check_precision,
     load_base,
     may_fit_rungs,
     model_notes,
     recover,
-    resolve_rungs,
+    resolve_early_exit,
     run_alone,
 )
 from alto.executor.profiling import pack, plan
@@ -224,11 +223,8 @@ class TaskRunner:
             objective.check(split, [job.config for job in task.jobs])
         scoring = task.select_by
         judge = None if scoring == "metric" else FinalistJudge(rows.validation, backbone, task.model, scoring)
-        fits_rungs, has_preset = may_fit_rungs(task), not task.early_exit.has_own_rungs
-        begins = resume_state is None or not resume_state.lines
-        task = resolve_rungs(task, len(data.train), begins=begins)
-        if begins:
-            task = budget_evaluations(task, data, has_preset=has_preset)
+        fits_rungs = may_fit_rungs(task)
+        task = resolve_early_exit(task, data, begins=resume_state is None or not resume_state.lines)
         start = read_start(task, backbone)
         context = TaskContext.of(task, backbone, data, self.ranks, start=start, fits_rungs=fits_rungs)
         sampler = _sampler(task, rows, backbone)

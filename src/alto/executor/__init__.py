@@ -8,7 +8,14 @@ from alto.executor.executor import Executor, run_alone
 from alto.executor.job_state import JobState, initial_states
 from alto.executor.micro_batches import MicroBatches
 from alto.executor.model_notes import model_notes
-from alto.executor.planned_job import PlannedJob, budget_evaluations, may_fit_rungs, plan_jobs, resolve_rungs
+from alto.executor.planned_job import (
+    PlannedJob,
+    budget_evaluations,
+    may_fit_rungs,
+    plan_jobs,
+    resolve_early_exit,
+    resolve_rungs,
+)
 from alto.executor.ranks import Ranks
 from alto.executor.recovery import ResumeState, check_base, check_precision, read_refusal, recover
 from alto.executor.session import TaskSession
@@ -43,6 +50,7 @@ __all__ = [
     "plan_jobs",
     "read_refusal",
     "recover",
+    "resolve_early_exit",
     "resolve_rungs",
     "run_alone",
     "with_references",

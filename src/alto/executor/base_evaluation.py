@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from alto.executor.job_state import JobState
 from alto.executor.memory_errors import RowTooLargeError
-from alto.executor.recorder import JournalRecorder, kept_rows
+from alto.executor.recorder import JournalRecorder
 from alto.executor.start_adapter import beginning_with
 from alto.executor.tally import Evaluated
 from alto.executor.task_state import TaskState
@@ -43,7 +43,7 @@ def evaluate_base(state: TaskState, recorder: JournalRecorder) -> None:
             validation_loss=value.loss,
             score=score,
             score_rows=value.rows_of(state.context.row_metric),
-            loss_rows=kept_rows(state.context, value),
+            loss_rows=state.context.kept_rows(value),
         )
         for job in jobs:
             state.selection.observe_base(job.id, start)

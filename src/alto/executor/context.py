@@ -12,6 +12,7 @@ from alto.early_exit import Policy, evaluation_order, policy_from
 from alto.executor.planned_job import PlannedJob, plan_job, plan_jobs, trains_router_loss
 from alto.executor.ranks import Ranks
 from alto.executor.start_adapter import StartAdapter
+from alto.executor.tally import Evaluated
 from alto.lora import adapter_shape
 from alto.objectives import Objective, find_objective
 from alto.runs.events import ReferenceFact
@@ -130,6 +131,13 @@ class TaskContext:
         """Weights of the validation rows in `evaluation_order`."""
         weights = self.data.validation.weights
         return tuple(weights[row] for row in self.evaluation_order)
+
+    def kept_rows(self, found: Evaluated) -> tuple[float, ...]:
+        """Return the losses of rows that decisions are made of, as they are in the journal: six significant digits.
+        None where every evaluation is on all rows."""
+        if not self.evaluation_order:
+            return ()
+        return tuple(float(f"{value:.6g}") for value in found.rows_of(LOSS))
 
     @property
     def row_values(self) -> tuple[str, ...]:

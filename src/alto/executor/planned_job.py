@@ -26,6 +26,7 @@ __all__ = [
     "may_fit_rungs",
     "plan_job",
     "plan_jobs",
+    "resolve_early_exit",
     "resolve_rungs",
     "trains_router_loss",
 ]
@@ -195,6 +196,20 @@ def resolve_rungs(task: Task, num_rows: int, *, begins: bool = True) -> Task:
     steps = {config.total_steps(num_rows) for config in (*configs, *task.extreme_configs())}
     is_fitted = begins and (task.scoring is None or not task.scoring.rungs)  # rungs that are scored are a user's own
     return task.replace(early_exit=early_exit.resolved(lr_warmup=max(shares), steps=steps if is_fitted else ()))
+
+
+def resolve_early_exit(task: Task, data: TaskData, *, begins: bool) -> Task:
+    """Return ``task`` with explicit rungs and, where its evaluations have a share of the time, explicit evaluations.
+
+    Args:
+        task: The task.
+        data: Its rows, tokenised.
+        begins: False for a run that is resumed: it keeps those that it began with.
+    """
+    resolved = resolve_rungs(task, len(data.train), begins=begins)
+    if not begins:
+        return resolved
+    return budget_evaluations(resolved, data, has_preset=not task.early_exit.has_own_rungs)
 
 
 def budget_evaluations(task: Task, data: TaskData, *, has_preset: bool) -> Task:

@@ -105,7 +105,7 @@ class JournalRecorder:
                 validation_loss=value.loss,
                 metrics=value.metrics,
                 metric_rows=value.rows_of(context.row_metric),
-                loss_rows=kept_rows(context, value) or _compact(value.rows_of(LOSS)),
+                loss_rows=context.kept_rows(value) or _compact(value.rows_of(LOSS)),
                 **_test_facts(test),
             )
             for jobs, value, test in found
@@ -252,7 +252,7 @@ class JournalRecorder:
                 is_best=is_best,
                 metrics=found.metrics,
                 metric_rows=found.rows_of(job.context.row_metric),
-                loss_rows=kept_rows(job.context, found)
+                loss_rows=job.context.kept_rows(found)
                 or (_compact(found.rows_of(LOSS)) if is_best or job.step in job.planned.ranking_steps else ()),
                 **_test_facts(test),
             )
@@ -273,7 +273,7 @@ class JournalRecorder:
                 step=best.step,
                 validation_loss=found.loss,
                 metrics=found.metrics,
-                loss_rows=kept_rows(context, found),
+                loss_rows=context.kept_rows(found),
                 **_test_facts(test),
             )
         )
@@ -413,14 +413,6 @@ def _test_facts(test: Evaluated | None) -> dict[str, Any]:
     if test is None:
         return {}
     return {"test_loss": test.loss, "test_rows": _compact(test.rows_of(LOSS)), "test_metrics": test.metrics}
-
-
-def kept_rows(context: TaskContext, found: Evaluated) -> tuple[float, ...]:
-    """The losses of rows that decisions are made of, as they are in the journal: six significant digits. None where
-    every evaluation of the task is on all rows."""
-    if not context.evaluation_order:
-        return ()
-    return tuple(float(f"{value:.6g}") for value in found.rows_of(LOSS))
 
 
 def _rounded(time_s: Mapping[str, float]) -> dict[str, float]:

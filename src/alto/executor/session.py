@@ -16,22 +16,22 @@ from alto.executor.conclusion import Hooks, conclude
 from alto.executor.context import TaskContext
 from alto.executor.control import Control
 from alto.executor.exploration import EXPLORING_SHARE, Exploration
+from alto.executor.final_measurement import measure_best, tested_losses, to_be_tested
 from alto.executor.job_state import JobState
 from alto.executor.lifecycle import JobLifecycle
 from alto.executor.memory_errors import RowTooLargeError
 from alto.executor.micro_batches import MicroBatches
 from alto.executor.profiling.refine import StepTimes
-from alto.executor.recorder import JournalRecorder, kept_rows
+from alto.executor.recorder import JournalRecorder
 from alto.executor.rung_scoring import score_rung
 from alto.executor.shared_bank import SharedBank
 from alto.executor.stages import build_state, check_resumable, max_tokens_per_pass, with_references
 from alto.executor.tally import Evaluated
 from alto.executor.task_state import TaskState
-from alto.records import LossPoint
 from alto.runs import Command, Journal, Mailbox, resume_command
 from alto.scheduler import ReceivedShare
 from alto.search import TimeSpent
-from alto.spec.metric import LOSS, score_of
+from alto.spec.metric import score_of
 
 __all__ = ["TaskSession"]
 
@@ -309,7 +309,7 @@ class TaskSession:
         self._refine_profile()
         self.save()
         with self.state.stopwatch.timing("evaluation"):
-            self._measure_best()
+            measure_best(self.state, self._recorder)
         conclude(self.state, self._recorder, self._start.run_dir, self._hooks, self._stop_if_asked)
         self._control.close()
 
@@ -374,7 +374,7 @@ class TaskSession:
                 value.loss,
                 score_of(context.task.metric, value.metrics),
                 value.rows_of(context.row_metric),
-                kept_rows(context, value),
+                context.kept_rows(value),
             )
             for job, value in zip(jobs, found, strict=True)
         ]
@@ -382,7 +382,7 @@ class TaskSession:
         for job in best:
             self.state.slot_manager.keep_best(job)
         with self.state.stopwatch.timing("evaluation"):
-            tested = self._tested(self._to_be_tested(best))
+            tested = tested_losses(self.state, to_be_tested(self.state, best))
         for job, value, decision in zip(jobs, found, decisions, strict=True):
             self._recorder.losses(job)
             train_ema = selection.history(job.id)[-1].train_ema
@@ -395,7 +395,7 @@ class TaskSession:
         for job in jobs:
             self.state.selection.finish(job.id)
             self.state.slot_manager.keep_best(job)
-        tested = self._tested(jobs)
+        tested = tested_losses(self.state, jobs)
         for job in jobs:
             self._lifecycle.finish(job, tested.get(job.id))
 
@@ -413,65 +413,6 @@ class TaskSession:
         """The validation rows that ``jobs`` are evaluated on after their present steps; None for all."""
         order = self.state.context.evaluation_order
         return [order[: job.planned.evaluation_rows[job.step]] for job in jobs] if order else None
-
-    def _measure_best(self) -> None:
-        """Measure the best adapters of the best jobs where their evaluations were on few rows."""
-        context, selection = self.state.context, self.state.selection
-        if not context.has_final_evaluations:
-            return
-        assert context.task.early_exit.final_evaluations is not None, "evaluations are planned together"
-        count, num_rows = context.task.early_exit.final_evaluations
-        found: list[tuple[LossPoint, Evaluated]] = []
-        for best in selection.leaders(count):
-            job = self.state.jobs[best.job]
-            with self.state.slot_manager.holding_best(job):
-                [value] = self.state.trainer.evaluate([job], rows=[context.evaluation_order[:num_rows]])
-            found.append((best, value))
-        for best, value in found:
-            selection.observe_measured(best.job, value.loss, kept_rows(context, value))
-        tested = self._tested_best([best for best, _ in found])
-        for best, value in found:
-            self._recorder.best_measured(best, value, context, tested.get(best.job))
-
-    def _tested_best(self, measured: Sequence[LossPoint]) -> dict[str, Evaluated]:
-        """The losses on the test rows of the measured jobs that may win, by job."""
-        found: dict[str, Evaluated] = {}
-        if self.state.context.data.test is None or self.state.context.task.test_jobs == "all":
-            return found
-        winner = self.state.selection.winner()
-        for best in measured:
-            job = self.state.jobs[best.job]
-            if self._is_won_by_loss and winner is not None and best.job != winner.job:
-                continue
-            with self.state.slot_manager.holding_best(job):
-                found |= self._tested([job])
-        return found
-
-    @property
-    def _is_won_by_loss(self) -> bool:
-        """Whether the job with the lowest validation loss wins, and nothing else can choose another."""
-        task = self.state.context.task
-        return task.metric == LOSS and task.select_by == "metric" and not task.repetitions
-
-    def _to_be_tested(self, best: Sequence[JobState]) -> Sequence[JobState]:
-        """Those of jobs with a new best evaluation whose test loss the result may need: the winner by the validation
-        loss has led since its best evaluation. What else chooses a winner may turn to any job."""
-        task, selection = self.state.context.task, self.state.selection
-        if self.state.context.has_final_evaluations and task.test_jobs != "all":
-            return []
-        if task.test_jobs == "all" or not self._is_won_by_loss:
-            return best
-        leader = selection.winner()
-        return [job for job in best if leader is not None and job.id == leader.job]
-
-    def _tested(self, jobs: Sequence[JobState]) -> dict[str, Evaluated]:
-        """The losses of ``jobs`` on the test rows, by job; without those that they do not fit into memory of."""
-        while jobs and self.state.context.data.test is not None:
-            try:
-                return dict(zip((job.id for job in jobs), self.state.trainer.evaluate(jobs, "test"), strict=True))
-            except RowTooLargeError as error:
-                jobs = [job for job in jobs if job.slot != error.slot]
-        return {}
 
     # -- saving and stopping -------------------------------------------------------------------------------------
 

@@ -83,6 +83,12 @@ class TaskResult:
         return self.outcome.time_s
 
     @property
+    def training_all_s(self) -> float | None:
+        """Seconds that training every job to its end would take at the pace of this run, without evaluations; None
+        where that is not known."""
+        return self.outcome.training_all_s
+
+    @property
     def test_loss(self) -> float | None:
         """Loss of that adapter on the test rows, which nothing was selected by; None where there are none."""
         return self.outcome.test_loss

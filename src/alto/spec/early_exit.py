@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     Field,
@@ -22,56 +21,20 @@ from alto.records import Rung
 from alto.spec.keys import canonical_keys
 from alto.spec.quoting import quoted
 from alto.spec.rules import RULES, DivergenceSettings, GapSettings, Rule, UpturnSettings
-from alto.spec.rungs import ceil_share
+from alto.spec.rungs import EARLIEST_IN_WARMUP, PRESETS, Preset, PresetName, ceil_share, no_earlier, without_floor
 from alto.spec.validation import plain
 
-__all__ = ["EARLIEST_IN_WARMUP", "PRESETS", "EarlyExit", "Preset", "PresetName"]
+__all__ = ["EarlyExit"]
 
 PAPER_WARMUP_RATIO = 0.05
 PAPER_SELECT_RATIO = 0.25
 PAPER_RUNGS = ((PAPER_WARMUP_RATIO, PAPER_SELECT_RATIO),)
 RUNGS_OF_0_1 = ((0.025, 0.5), (0.05, 0.2))
 
-EARLIEST_IN_WARMUP = 0.25
-"""Share of a learning-rate warmup after which jobs are compared: recorded sweeps of supervised fine-tuning with warmups
-of 3 to 10 % lose nothing by it (``benchmarks/policies``)."""
-
 DEFAULT_EVALUATION_SHARE = 0.2
 """Evaluations take a sixth of the time of training and evaluating."""
 
 _MOST_KEPT = 10**6
-
-PresetName: TypeAlias = Literal["default", "cautious", "greedy", "preferences"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Preset:
-    """A successive halving of the jobs of a task.
-
-    Attributes:
-        rungs: ``(progress, keep)`` pairs.
-        min_kept: Smallest number of jobs that continue from every rung, in their order.
-        finish_from: Share of its steps from which only the best job continues; None for no such point.
-    """
-
-    rungs: tuple[tuple[float, float], ...]
-    min_kept: tuple[int, ...]
-    finish_from: float | None
-
-
-def _preset(first: float, then: float, min_kept: Mapping[float, int], finish: float | None) -> Preset:
-    """A preset whose rungs are the keys of ``min_kept``."""
-    keeps = (first, *[then] * (len(min_kept) - 1))
-    return Preset(rungs=tuple(zip(min_kept, keeps, strict=True)), min_kept=tuple(min_kept.values()), finish_from=finish)
-
-
-PRESETS: Mapping[PresetName, Preset] = {
-    "default": _preset(1 / 6, 1 / 2, {0.01: 8, 0.025: 8, 0.05: 5, 0.1: 3, 0.2: 2}, finish=0.5),
-    "cautious": _preset(1 / 3, 2 / 3, {0.025: 8, 0.05: 6, 0.1: 5, 0.2: 4, 0.4: 3, 0.8: 2}, finish=None),
-    "greedy": _preset(1 / 8, 1 / 2, {0.005: 8, 0.025: 8, 0.05: 5, 0.1: 3}, finish=0.3),
-    "preferences": Preset(rungs=((0.1, 1 / 2), (0.2, 0.3), (0.3, 1 / 2)), min_kept=(16, 6, 4), finish_from=0.6),
-}
-"""The rungs of ``policy: alto`` by the name of their preset; found by replay on recorded sweeps."""
 
 _RULES_OF_POLICY: Mapping[str, Mapping[str, str]] = {
     "alto": {"detect_divergence": "divergence", "detect_overfitting": "overfitting_upturn"},
@@ -358,7 +321,7 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
         is_finish_before = self.finish_from is not None and self.finish_from < 1 and self.finish_from <= earliest
         if self._given_rungs is None and not is_finish_before:
             select = select and earliest < 1
-            halving = _no_earlier(halving, earliest, steps) if earliest < 1 else halving
+            halving = no_earlier(halving, earliest, steps) if earliest < 1 else halving
         return self.replace(
             rungs=halving.rungs,
             min_kept=halving.min_kept,
@@ -388,7 +351,7 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
     def _basis(self) -> Preset:
         """The rungs with the ``min_kept`` and ``finish_from`` that hold where these are not set."""
         given = self._given_rungs
-        return PRESETS[self.preset or "default"] if given is None else _without_floor(given)
+        return PRESETS[self.preset or "default"] if given is None else without_floor(given)
 
     @property
     def _halving(self) -> Preset:
@@ -402,30 +365,6 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
         else:
             min_kept = (self.min_kept or basis.min_kept)[: len(rungs)]
         return Preset(rungs=rungs, min_kept=min_kept, finish_from=finish)
-
-
-def _without_floor(rungs: tuple[tuple[float, float], ...]) -> Preset:
-    return Preset(rungs=rungs, min_kept=(1,) * len(rungs), finish_from=None)
-
-
-def _no_earlier(halving: Preset, earliest: float, steps: Collection[int]) -> Preset:
-    """The same selection, no earlier than at the share ``earliest``: rungs up to it become one there, and rungs at one
-    step of a job become the last of them."""
-    # The point from which only the best job continues is a rung that keeps at least one.
-    finish = [] if halving.finish_from is None else [(halving.finish_from, 1.0, 1)]
-    rungs = [(*rung, min_kept) for rung, min_kept in zip(halving.rungs, halving.min_kept, strict=True)]
-    found: list[tuple[float, float, int]] = []
-    for progress, keep, min_kept in (*rungs, *finish):
-        at = max(progress, earliest)
-        if found and (found[-1][0] == at or any(ceil_share(found[-1][0], n) == ceil_share(at, n) for n in steps)):
-            keep *= found.pop()[1]
-        found.append((at, keep, min_kept))
-    finish_from = found.pop()[0] if finish and len(found) > 1 else None
-    return Preset(
-        rungs=tuple((at, keep) for at, keep, _ in found),
-        min_kept=tuple(min_kept for _, _, min_kept in found),
-        finish_from=finish_from,
-    )
 
 
 def _check_given_once(given: Mapping[str, Any]) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol, Self
 
 from pydantic import Field
 
 from alto.errors import SpecError, UnsupportedError
 from alto.spec.early_exit import EarlyExit
 from alto.spec.mixture import MixtureSource
+from alto.spec.quoting import quoted
 from alto.spec.validation import SpecModel
 
 __all__ = ["Refit", "check_refit"]
@@ -27,6 +29,17 @@ class Refit(SpecModel):
     run: str = Field(min_length=1, description="folder of the finished run")
     job: str = Field(min_length=1, description="its best job")
     steps: int = Field(ge=1, le=10**9, description="steps that are trained")
+
+    @classmethod
+    def parse(cls, value: Mapping[Any, Any]) -> Self:
+        """Parse ``refit`` of a task.
+
+        Raises:
+            SpecError: A key is no text, or is unknown, or its value is out of bounds.
+        """
+        if not all(isinstance(key, str) for key in value):
+            raise SpecError(f"refit should have text for keys, found {quoted(list(value))}. Put the keys in quotes.")
+        return cls(**value)
 
 
 class _Task(Protocol):

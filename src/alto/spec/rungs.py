@@ -1,13 +1,25 @@
-"""Points of selection: the step at which a job reaches one, and how many jobs continue from it."""
+"""Points of selection: the step at which a job reaches one, how many jobs continue from it, and presets of them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from alto.records import Rung
 
-__all__ = ["ceil_share", "places_at", "rung_step"]
+__all__ = [
+    "EARLIEST_IN_WARMUP",
+    "PRESETS",
+    "Preset",
+    "PresetName",
+    "ceil_share",
+    "no_earlier",
+    "places_at",
+    "rung_step",
+    "without_floor",
+]
 
 # A product this close to a whole number, relative to it, counts as that number: 0.07 * 100 is 7.000000000000001 in
 # float64.
@@ -36,3 +48,65 @@ def places_at(rungs: Sequence[Rung], index: int, num_jobs: int) -> int:
     share = math.prod(earlier.keep for earlier in rungs[: index + 1])
     places = max(ceil_share(share, num_jobs), min(rung.min_kept, num_jobs))
     return places if rung.max_kept is None else min(places, rung.max_kept)
+
+
+EARLIEST_IN_WARMUP = 0.25
+"""Share of a learning-rate warmup after which jobs are compared: recorded sweeps of supervised fine-tuning with warmups
+of 3 to 10 % lose nothing by it (``benchmarks/policies``)."""
+
+PresetName: TypeAlias = Literal["default", "cautious", "greedy", "preferences"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preset:
+    """A successive halving of the jobs of a task.
+
+    Attributes:
+        rungs: ``(progress, keep)`` pairs.
+        min_kept: Smallest number of jobs that continue from every rung, in their order.
+        finish_from: Share of its steps from which only the best job continues; None for no such point.
+    """
+
+    rungs: tuple[tuple[float, float], ...]
+    min_kept: tuple[int, ...]
+    finish_from: float | None
+
+
+def _preset(first: float, then: float, min_kept: Mapping[float, int], finish: float | None) -> Preset:
+    """A preset whose rungs are the keys of ``min_kept``."""
+    keeps = (first, *[then] * (len(min_kept) - 1))
+    return Preset(rungs=tuple(zip(min_kept, keeps, strict=True)), min_kept=tuple(min_kept.values()), finish_from=finish)
+
+
+PRESETS: Mapping[PresetName, Preset] = {
+    "default": _preset(1 / 6, 1 / 2, {0.01: 8, 0.025: 8, 0.05: 5, 0.1: 3, 0.2: 2}, finish=0.5),
+    "cautious": _preset(1 / 3, 2 / 3, {0.025: 8, 0.05: 6, 0.1: 5, 0.2: 4, 0.4: 3, 0.8: 2}, finish=None),
+    "greedy": _preset(1 / 8, 1 / 2, {0.005: 8, 0.025: 8, 0.05: 5, 0.1: 3}, finish=0.3),
+    "preferences": Preset(rungs=((0.1, 1 / 2), (0.2, 0.3), (0.3, 1 / 2)), min_kept=(16, 6, 4), finish_from=0.6),
+}
+"""The rungs of ``policy: alto`` by the name of their preset; found by replay on recorded sweeps."""
+
+
+def without_floor(rungs: tuple[tuple[float, float], ...]) -> Preset:
+    """Return the selection at ``rungs``, from which any number of jobs may continue."""
+    return Preset(rungs=rungs, min_kept=(1,) * len(rungs), finish_from=None)
+
+
+def no_earlier(halving: Preset, earliest: float, steps: Collection[int]) -> Preset:
+    """The same selection, no earlier than at the share ``earliest``: rungs up to it become one there, and rungs at one
+    step of a job become the last of them."""
+    # The point from which only the best job continues is a rung that keeps at least one.
+    finish = [] if halving.finish_from is None else [(halving.finish_from, 1.0, 1)]
+    rungs = [(*rung, min_kept) for rung, min_kept in zip(halving.rungs, halving.min_kept, strict=True)]
+    found: list[tuple[float, float, int]] = []
+    for progress, keep, min_kept in (*rungs, *finish):
+        at = max(progress, earliest)
+        if found and (found[-1][0] == at or any(ceil_share(found[-1][0], n) == ceil_share(at, n) for n in steps)):
+            keep *= found.pop()[1]
+        found.append((at, keep, min_kept))
+    finish_from = found.pop()[0] if finish and len(found) > 1 else None
+    return Preset(
+        rungs=tuple((at, keep) for at, keep, _ in found),
+        min_kept=tuple(min_kept for _, _, min_kept in found),
+        finish_from=finish_from,
+    )

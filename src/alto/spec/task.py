@@ -201,6 +201,8 @@ class Task(DataKeys):
         given["early_exit"] = early_exit.with_preset("preferences") if method.compares_replies else early_exit
         given["search"] = Search.parse(given.get("search", {}))
         given["select_by"] = parse_select_by(given.get("select_by", "metric"))
+        if isinstance(given.get("refit"), Mapping):
+            given["refit"] = Refit.parse(given["refit"])
         if isinstance(given.get("dataset"), list | tuple):
             given["dataset"] = parse_sources(given["dataset"], default_name)
         space = given.get("search_space", {})
