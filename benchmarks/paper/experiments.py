@@ -191,6 +191,11 @@ OTHERS: Mapping[str, Experiment] = {
         topic="policies",
         program="benchmarks.policies.program:main",
     ),
+    "times": Experiment(
+        title="Early-exit policies, by replay, in time",
+        topic="times",
+        program="benchmarks.policies.times:main",
+    ),
     "search": Experiment(
         title="Four searches of one space, against Optuna around PEFT",
         topic="search",

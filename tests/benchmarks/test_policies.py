@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("matplotlib", reason="recordings are read with the bench extra: pip install -e '.[bench]'")
 
 from benchmarks.policies import program as policies
+from benchmarks.policies import times
 
 pytestmark = pytest.mark.slow("benchmarks")
 
@@ -36,3 +37,20 @@ def test_a_recording_that_does_not_know_the_base_fails_the_gate(tmp_path, monkey
     found = json.loads((tmp_path / "policies-cpu.json").read_text(encoding="utf-8"))
     assert found["figures"] == {}
     assert "the base's validation loss of every job" in " ".join(found["notes"])
+
+
+def test_in_time_a_share_for_evaluations_takes_less_than_all_rows(tmp_path):
+    assert times.main(["--scale", "smoke", "--out", str(tmp_path)]) == 0
+    found = json.loads((tmp_path / "times-smoke.json").read_text(encoding="utf-8"))
+    assert found["gate"] == "passed"
+    by = {(row["recording"], row["ratio"], row["policy"]): row for row in found["rows"]}
+    for (recording, ratio, policy), row in by.items():
+        if policy == "default":
+            assert row["evaluating"] < by[recording, ratio, "all rows"]["evaluating"]
+
+
+def test_another_winner_than_that_of_the_executor_fails_the_gate_of_times(tmp_path, monkeypatch):
+    monkeypatch.setattr(times, "planned", lambda job, settings, num_rows: [(*job.evaluations[-1], num_rows)])
+    assert times.main(["--scale", "smoke", "--out", str(tmp_path)]) == 1
+    found = json.loads((tmp_path / "times-smoke.json").read_text(encoding="utf-8"))
+    assert found["figures"] == {}
