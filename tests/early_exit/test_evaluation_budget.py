@@ -48,6 +48,9 @@ def test_evaluations_take_the_share_of_training_that_they_may(
     assert evaluating <= share * training + least
     assert found.final_evaluations is not None
     count, rows = found.final_evaluations
+    paid = share * training / row_cost
+    assert rows == pytest.approx(min(max(paid, LEAST_ROWS), num_rows), abs=1)
+    assert count == min(max(1, int(paid / rows + 1e-9)), 3)
     assert count * rows * row_cost <= max(share * training, LEAST_ROWS * row_cost) * (1 + 1e-9)
     assert found.evaluations is not None
     assert found.evaluations[-1][0] == 1.0
