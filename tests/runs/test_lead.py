@@ -260,3 +260,11 @@ def test_only_a_lead_by_the_loss_is_a_note_of_its_own() -> None:
     assert lead is not None
     assert lead.is_within_noise
     assert choice_notes(history) == ()
+
+
+@pytest.mark.parametrize(
+    ("degrees", "quantile"),
+    [(1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (5, 2.571), (10, 2.228), (30, 2.042), (120, 1.980)],
+)
+def test_the_quantiles_are_those_of_a_table_of_student_s_distribution(degrees: int, quantile: float) -> None:
+    assert student_quantile(degrees) == pytest.approx(quantile, rel=0.02)

@@ -63,6 +63,16 @@ def test_micro_batches_are_no_larger_than_the_longest_rows_of_the_resident_jobs(
     assert given.peak_bytes == packing.peak_bytes  # a higher limit of the task is never reached
 
 
+def test_the_largest_jobs_count_where_not_all_are_resident():
+    rows = replace(REQUEST, step_tokens=(400, 600, 600), most_step_tokens=(500, 900, 700), max_slots=1)
+    assert choose_packing(rows, MEMORY, THROUGHPUT).max_tokens_per_pass == 900
+
+
+def test_where_tokens_take_no_memory_slots_alone_limit():
+    packing = choose_packing(REQUEST, replace(MEMORY, bytes_per_token=0.0), THROUGHPUT)
+    assert (packing.max_slots, packing.max_tokens_per_pass) == (5, 4096)
+
+
 def test_slots_that_leave_no_room_for_a_saturated_step_are_given_up():
     packing = choose_packing(replace(REQUEST, slot_bytes=200 * MIB), MEMORY, THROUGHPUT)
     assert packing.max_slots == 3
