@@ -34,7 +34,7 @@ from benchmarks.paper import curves
 from benchmarks.paper.recordings import is_preference, read_recordings
 
 FORWARD_SHARE = 0.5
-"""Time to evaluate a row over the time to train it; our CPU kernels take less."""
+"""Time to evaluate a row over the time to train it."""
 
 RATIOS = (0.05, 0.2, 0.5, 1.0)
 """Validation tokens over the training tokens of a job."""

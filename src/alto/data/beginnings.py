@@ -1,4 +1,4 @@
-"""The texts of all beginnings of a conversation, out of one rendering of its chat template.
+"""Finds the texts of all beginnings of a conversation in one rendering of its chat template.
 
 A template that writes message after message writes the first ``n`` of them as a beginning of what it writes of all. The
 template is run with messages that record when each is read, so that exactly those beginnings are taken that a rendering
@@ -32,7 +32,7 @@ class _UnrecordableError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Beginnings:
-    """What a template writes of a conversation and of its beginnings.
+    """Texts that a template writes for a conversation and for its beginnings.
 
     Attributes:
         text: Text of the whole.

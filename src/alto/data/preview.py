@@ -37,7 +37,7 @@ def preview_rows(
         task: The task.
         num_rows: Number of examples.
         limits: Limits of the model; None where it has none.
-        head: What they were read into; None where it took all rows.
+        head: Store that took the first rows; None where all rows were read.
 
     Raises:
         DataError: See :meth:`TaskRows.encode`.

@@ -79,7 +79,7 @@ class TextTokenizer:
         ]
 
     def anchors(self, text: str, tokens: Tokens) -> list[_Anchor]:
-        """Those of ``tokens`` that divide ``text``, in order; none where the tokenizer has code of its own."""
+        """Return the added tokens that divide ``text``, in order; none where the tokenizer has code of its own."""
         starts = tokens.starts
         if starts is None:
             return []

@@ -124,7 +124,7 @@ class JobTrack:
         return point
 
     def reopen(self) -> None:
-        """Let it train and compete again, judged by its later evaluations."""
+        """Reopen the job: it trains and competes again, and is judged by its later evaluations."""
         self.decision = None
         self.competes = True
         self.judged_from = len(self.history)
@@ -142,7 +142,7 @@ class JobTrack:
         return self.trains or self.ended_after(point)
 
     def keep_best(self, point: LossPoint, row_weights: Sequence[float]) -> None:
-        """Let ``point``, its latest evaluation, take the place of the best where it is better.
+        """Replace the best evaluation by ``point``, the latest, where that is better.
 
         Args:
             point: The evaluation.

@@ -58,7 +58,7 @@ def load_task(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Ta
 
 
 def _fault_of(path: Path, written: Mapping[Any, Any]) -> str:
-    """What is wrong with the file by itself; empty where nothing is."""
+    """Return the error of the file without overrides; empty where it has none."""
     try:
         _task(path, written)
     except (SpecError, UnsupportedError) as error:
