@@ -87,7 +87,7 @@ def test_the_measured_loss_is_that_of_the_adapter_that_is_kept(run: Run) -> None
 def test_a_note_says_where_the_winner_is_not_measured_on_all_rows() -> None:
     assert not task_of().notes
     (note,) = task_of(num_train_epochs=1, early_exit={"evaluation_share": 0.01}).notes
-    assert note.startswith("The winner's validation loss will be of 12 of the 40 validation rows")
+    assert note.startswith("The validation loss of the winner will be of 12 of the 40 rows")
 
 
 def test_its_decisions_follow_from_the_journal(run: Run) -> None:

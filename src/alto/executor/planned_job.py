@@ -248,8 +248,8 @@ def budget_evaluations(task: Task, data: TaskData, *, has_preset: bool) -> Task:
     if measured == len(data.validation):
         return task
     return task.with_note(
-        f"The winner's validation loss will be of {measured:,} of the {len(data.validation):,} validation rows, as many "
-        "as early_exit.evaluation_share pays for; raise it to measure more."
+        f"The validation loss of the winner will be of {measured:,} of the {len(data.validation):,} rows, as many as "
+        "early_exit.evaluation_share pays for; raise it to measure more."
     )
 
 
