@@ -1,8 +1,9 @@
 """Early-exit policies by replay, in time: what evaluating costs is charged, whatever the size of the validation set.
 
-The unit is the time to train one job to its end. A recorded sweep is replayed as if its validation rows had a given
-share of the tokens that a job trains. Evaluations on some of the rows take the recorded losses of these rows; between
-two evaluations whose rows were recorded, those are interpolated, and shifted so that their mean is the recorded one.
+The unit is the time to train one job to its end. A recorded sweep is replayed as if its validation set had a given
+share of the rows that a job trains, all equally long: it is made of the recorded validation rows, repeated. Evaluations
+on some of the rows take the recorded losses of these rows; between two evaluations whose rows were recorded, those are
+interpolated, and shifted so that their mean is the recorded one.
 
     python -m benchmarks.paper times --scale cpu
 """
@@ -136,8 +137,9 @@ def drawn(recording: Recording, count: int, seed: int) -> Recording:
 
 
 def outcome(name: str, recording: Recording, policy: str, ratio: float, seed: int) -> Outcome:
-    num_rows = len(next(iter(recording.jobs[0].loss_rows.values())))
-    row_cost = FORWARD_SHARE * ratio / num_rows
+    samples = statistics.fmean(samples_of(job) for job in recording.jobs)
+    num_rows = max(1, round(ratio * samples))
+    row_cost = FORWARD_SHARE / samples
     settings = default_of(recording)
     if policy == "default":
         settings = budgeted(
@@ -256,7 +258,16 @@ def rows_at(job: RecordedJob, step: int, loss: float, order: Sequence[int]) -> t
     if not math.isfinite(loss) or not all(map(math.isfinite, rows)):
         return (loss,) * len(order)
     shift = loss - statistics.fmean(rows)
-    return tuple(rows[row] + shift for row in order)
+    return tuple(rows[row % len(rows)] + shift for row in order)
+
+
+def samples_of(job: RecordedJob) -> int:
+    """Rows that a job trains."""
+    return (
+        job.total_steps
+        * int(job.config["per_device_train_batch_size"])
+        * int(job.config.get("gradient_accumulation_steps", 1))
+    )
 
 
 def lost(recording: Recording, found: Replayed) -> float:

@@ -9,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alto.early_exit import budgeted
-from alto.early_exit.evaluation_budget import LEAST_ROWS, LEAST_RUNG_ROWS
+from alto.early_exit.evaluation_budget import (
+    FEW_JOBS,
+    LEAST_ROWS,
+    LEAST_ROWS_OF_FEW,
+    LEAST_ROWS_OF_MANY,
+    MOST_MEASURED,
+    SHARE_AT_END,
+)
 from alto.spec import EarlyExit
 from alto.spec.rungs import places_at
 
@@ -44,14 +51,15 @@ def test_evaluations_take_the_share_of_training_that_they_may(
     training, evaluating = spent(found, num_jobs, row_cost)
     rungs = found.selection_rungs if found.select else ()
     arrivals = (num_jobs, *(places_at(rungs, index, num_jobs) for index in range(len(rungs))))
-    least = row_cost * (LEAST_RUNG_ROWS * sum(arrivals[:-1]) + LEAST_ROWS * arrivals[-1])
-    assert evaluating <= share * training + least
+    at_rungs = sum(count * (LEAST_ROWS_OF_MANY if count > FEW_JOBS else LEAST_ROWS_OF_FEW) for count in arrivals[:-1])
+    least = row_cost * (at_rungs + LEAST_ROWS * arrivals[-1])
+    assert evaluating <= (1 - SHARE_AT_END) * share * training + least
     assert found.final_evaluations is not None
     count, rows = found.final_evaluations
-    paid = share * training / row_cost
+    paid = SHARE_AT_END * share * training / row_cost
     assert rows == pytest.approx(min(max(paid, LEAST_ROWS), num_rows), abs=1)
-    assert count == min(max(1, int(paid / rows + 1e-9)), 3)
-    assert count * rows * row_cost <= max(share * training, LEAST_ROWS * row_cost) * (1 + 1e-9)
+    assert count == min(max(1, int(paid / rows + 1e-9)), MOST_MEASURED)
+    assert count * rows * row_cost <= max(SHARE_AT_END * share * training, LEAST_ROWS * row_cost) * (1 + 1e-9)
     assert found.evaluations is not None
     assert found.evaluations[-1][0] == 1.0
     assert all(later > earlier for (earlier, _), (later, _) in itertools.pairwise(found.evaluations))
@@ -62,13 +70,13 @@ def test_where_all_rows_cost_little_all_are_evaluated_as_often_as_the_task_asks_
     settings = EarlyExit().resolved()
     found = budgeted(settings, num_jobs=200, num_rows=10, row_cost=1e-6, every=0.05)
     assert found.selection_rungs == settings.selection_rungs
-    rungs = (0.01, 0.025, 0.05, 0.1, 0.2, 0.5)
+    rungs = (0.01, 0.025, 0.05, 0.1, 0.25, 0.6)
     assert found.evaluations is not None
     assert [progress for progress, _ in found.evaluations] == pytest.approx(
-        [*rungs, *(0.5 + 0.05 * number for number in range(1, 10)), 1.0]
+        [*rungs, *(0.6 + 0.05 * number for number in range(1, 8)), 1.0]
     )
     assert {rows for _, rows in found.evaluations} == {10}
-    assert found.final_evaluations == (3, 10)
+    assert found.final_evaluations == (MOST_MEASURED, 10)
 
 
 def test_a_rung_that_costs_more_than_it_saves_is_left_out_and_the_next_keeps_as_many_as_before() -> None:

@@ -11,14 +11,31 @@ from alto.records import Rung
 from alto.spec.early_exit import EarlyExit
 from alto.spec.rungs import places_at
 
-__all__ = ["LEAST_PAIRS", "LEAST_ROWS", "LEAST_RUNG_ROWS", "MOST_MEASURED", "budgeted"]
+__all__ = [
+    "FEW_JOBS",
+    "LEAST_PAIRS",
+    "LEAST_ROWS",
+    "LEAST_ROWS_OF_FEW",
+    "LEAST_ROWS_OF_MANY",
+    "MOST_MEASURED",
+    "SHARE_AT_END",
+    "budgeted",
+]
 
-MOST_MEASURED = 3
+# Source of the numbers below: replay on the recorded sweeps (benchmarks/policies/times.py).
+
+SHARE_AT_END = 0.4
+"""Part of the evaluation share that is kept for measuring the best adapters in the end."""
+
+MOST_MEASURED = 2
 """Most jobs whose best adapters are measured in the end."""
 
-LEAST_RUNG_ROWS, LEAST_ROWS, LEAST_PAIRS = 6, 12, 64
-"""Fewest validation rows at a rung, where jobs are compared on the same rows, and elsewhere; fewest pairs anywhere, as
-losses of pairs tell less. Source: replay on the recorded sweeps."""
+FEW_JOBS = 8
+"""At a rung that more jobs reach, the worst of them are far behind, and fewer rows tell them."""
+
+LEAST_ROWS_OF_MANY, LEAST_ROWS_OF_FEW, LEAST_ROWS, LEAST_PAIRS = 6, 16, 12, 32
+"""Fewest validation rows at a rung that many or few jobs reach, where jobs are compared on the same rows, and after the
+rungs; fewest pairs anywhere, as losses of pairs tell less."""
 
 
 def budgeted(
@@ -33,8 +50,9 @@ def budgeted(
 ) -> EarlyExit:
     """Return ``settings`` with the evaluations that its ``evaluation_share`` pays for.
 
-    At a rung a job is evaluated for that share of the time that it has trained since the rung before. After the last
-    rung it is evaluated as often as the share pays for the fewest rows.
+    At a rung a job is evaluated for a share of the time that it has trained since the rung before. After the last rung
+    it is evaluated as often as the share pays for the fewest rows. In the end, the best jobs are measured for a share
+    of the whole time of training. The fewest rows that tell jobs apart are evaluated even beyond the share.
 
     Args:
         settings: Early exit with explicit rungs.
@@ -48,12 +66,12 @@ def budgeted(
     """
     share = settings.evaluation_share
     assert share != "all", "there is a share to keep to"
+    share_at_end = SHARE_AT_END * share
+    share -= share_at_end
 
-    least_at_rung, least_rows = (LEAST_PAIRS, LEAST_PAIRS) if are_pairs else (LEAST_RUNG_ROWS, LEAST_ROWS)
-
-    def affordable(training: float, least: int) -> int:
-        """Rows that a job can be evaluated on for this time of training; at least ``least``, at most all."""
-        return min(max(math.floor(share * training / row_cost), least), num_rows)
+    def affordable(time: float, least: int) -> int:
+        """Rows that can be evaluated in ``time``; at least ``least``, at most all."""
+        return min(max(math.floor(time / row_cost), LEAST_PAIRS if are_pairs else least), num_rows)
 
     rungs: list[Rung] = []
     evaluations: list[tuple[float, int]] = []
@@ -62,7 +80,8 @@ def budgeted(
     ends = (*(rung.progress for rung in given[1:]), 1.0)
     for index, (rung, until) in enumerate(zip(given, ends, strict=False)):
         num_kept = places_at(given, index, num_jobs)
-        rows = affordable(rung.progress - before, least_at_rung)
+        least = LEAST_ROWS_OF_MANY if num_left > FEW_JOBS else LEAST_ROWS_OF_FEW
+        rows = affordable(share * (rung.progress - before), least)
         keep *= rung.keep
         if drops_rungs and (num_left - num_kept) * (until - rung.progress) <= num_left * rows * row_cost:
             continue
@@ -71,16 +90,16 @@ def budgeted(
         training += num_left * (rung.progress - before)
         before, num_left, keep = rung.progress, num_kept, 1.0
     training += num_left * (1.0 - before)
-    count = max(1, math.floor((1.0 - before) / max(every, least_rows * row_cost / share) + 1e-9))
+    least_time = affordable(0.0, LEAST_ROWS) * row_cost
+    count = max(1, math.floor((1.0 - before) / max(every, least_time / share) + 1e-9))
     spacing = (1.0 - before) / count
-    evaluations += [(before + number * spacing, affordable(spacing, least_rows)) for number in range(1, count)]
-    final_rows = affordable(training, least_rows)
+    rows = affordable(share * spacing, LEAST_ROWS)
+    evaluations += [(before + number * spacing, rows) for number in range(1, count)]
+    final_rows = affordable(share_at_end * training, LEAST_ROWS)
+    final_jobs = math.floor(share_at_end * training / (final_rows * row_cost))
     return settings.replace(
-        evaluations=(*evaluations, (1.0, affordable(spacing, least_rows))),
-        final_evaluations=(
-            min(max(math.floor(share * training / (final_rows * row_cost)), 1), MOST_MEASURED),
-            final_rows,
-        ),
+        evaluations=(*evaluations, (1.0, rows)),
+        final_evaluations=(min(max(final_jobs, 1), MOST_MEASURED), final_rows),
         **(_as_settings(rungs, num_jobs) if drops_rungs else {}),
     )
 

@@ -10,13 +10,10 @@ from alto.early_exit.common_rows import on_scale_of
 from alto.errors import SpecError
 from alto.records import LossPoint, Rung, StartValue
 from alto.spec.metric import LEAST_SCORE
-from alto.spec.rungs import EARLIEST_IN_WARMUP, ceil_share, rung_step
+from alto.spec.rungs import EARLIEST_IN_WARMUP, LEAST_RANKED_STEPS, ceil_share, rung_step
 
 __all__ = ["evaluation_steps", "point_at_share", "rung_notes"]
 
-
-# A job of fewer steps is done where it could first be ranked: after its second.
-_LEAST_RANKED_STEPS = 3
 
 # Closer to an evaluation than this, relative to the distance of two, counts as at it.
 _EXACT = 1e-9
@@ -110,16 +107,16 @@ def _warmup_notes(rungs: Sequence[Rung], longest: float) -> tuple[str, ...]:
 
 def _hasty_notes(rungs: Sequence[Rung], steps: Sequence[int]) -> tuple[str, ...]:
     reached = [tuple(rung_step(rung, total) for rung in rungs) for total in steps]
-    hasty = sum(at[0] == 1 or len(set(at)) < len(at) for at in reached)
+    hasty = sum(len(set(at)) < len(at) for at in reached)
     if not hasty:
         return ()
     shortest = min(steps)
     remedy = f"use later rungs, for example early_exit: {{rungs: [[{_late_share(shortest)}, 0.5]]}}"
-    if shortest < _LEAST_RANKED_STEPS:
+    if shortest < LEAST_RANKED_STEPS:
         remedy = "set early_exit: {select: false}"
     return (
-        f"{hasty} of {len(steps)} jobs have so few steps (the shortest {shortest}) that rungs fall on their first "
-        f"step or on one another: selection would happen after one step; {remedy}.",
+        f"{hasty} of {len(steps)} jobs have so few steps (the shortest {shortest}) that rungs fall on one another; "
+        f"{remedy}.",
     )
 
 

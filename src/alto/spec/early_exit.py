@@ -21,7 +21,15 @@ from alto.records import Rung
 from alto.spec.keys import canonical_keys
 from alto.spec.quoting import quoted
 from alto.spec.rules import RULES, DivergenceSettings, GapSettings, Rule, UpturnSettings
-from alto.spec.rungs import EARLIEST_IN_WARMUP, PRESETS, Preset, PresetName, ceil_share, no_earlier, without_floor
+from alto.spec.rungs import (
+    EARLIEST_IN_WARMUP,
+    LEAST_RANKED_STEPS,
+    PRESETS,
+    Preset,
+    PresetName,
+    no_earlier,
+    without_floor,
+)
 from alto.spec.validation import plain
 
 __all__ = ["EarlyExit"]
@@ -311,17 +319,14 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
         Args:
             lr_warmup: The largest share of its steps for which a job's learning rate rises. The rungs of a preset come
                 no earlier than after a quarter of it.
-            steps: Numbers of steps that jobs have; empty where they are not known. The rungs of a preset come no
-                earlier than at the second step of any job, and no two come at one step of a job. Where a job has fewer
-                than three steps, no jobs are ranked.
+            steps: Numbers of steps that jobs have; empty where they are not known. No two rungs of a preset come at one
+                step of a job. Where a job has fewer than three steps, no jobs are ranked.
         """
         halving, select, earliest = self._halving, self.select, EARLIEST_IN_WARMUP * lr_warmup
-        if steps and ceil_share(max(halving.rungs[0][0], earliest), min(steps)) < 2:
-            earliest = 2 / min(steps)
         is_finish_before = self.finish_from is not None and self.finish_from < 1 and self.finish_from <= earliest
         if self._given_rungs is None and not is_finish_before:
-            select = select and earliest < 1
-            halving = no_earlier(halving, earliest, steps) if earliest < 1 else halving
+            select = select and min(steps, default=LEAST_RANKED_STEPS) >= LEAST_RANKED_STEPS
+            halving = no_earlier(halving, earliest, steps)
         return self.replace(
             rungs=halving.rungs,
             min_kept=halving.min_kept,

@@ -11,6 +11,7 @@ from alto.records import Rung
 
 __all__ = [
     "EARLIEST_IN_WARMUP",
+    "LEAST_RANKED_STEPS",
     "PRESETS",
     "Preset",
     "PresetName",
@@ -54,6 +55,9 @@ EARLIEST_IN_WARMUP = 0.25
 """Share of a learning-rate warmup after which jobs are compared: recorded sweeps of supervised fine-tuning with warmups
 of 3 to 10 % lose nothing by it (``benchmarks/policies``)."""
 
+LEAST_RANKED_STEPS = 3
+"""Jobs of fewer steps are not ranked: they have nearly ended after their first."""
+
 PresetName: TypeAlias = Literal["default", "cautious", "greedy", "preferences"]
 
 
@@ -79,7 +83,7 @@ def _preset(first: float, then: float, min_kept: Mapping[float, int], finish: fl
 
 
 PRESETS: Mapping[PresetName, Preset] = {
-    "default": _preset(1 / 6, 1 / 2, {0.01: 8, 0.025: 8, 0.05: 5, 0.1: 3, 0.2: 2}, finish=0.5),
+    "default": _preset(1 / 6, 1 / 2, {0.01: 8, 0.025: 8, 0.05: 5, 0.1: 3, 0.25: 2}, finish=0.6),
     "cautious": _preset(1 / 3, 2 / 3, {0.025: 8, 0.05: 6, 0.1: 5, 0.2: 4, 0.4: 3, 0.8: 2}, finish=None),
     "greedy": _preset(1 / 8, 1 / 2, {0.005: 8, 0.025: 8, 0.05: 5, 0.1: 3}, finish=0.3),
     "preferences": Preset(rungs=((0.1, 1 / 2), (0.2, 0.3), (0.3, 1 / 2)), min_kept=(16, 6, 4), finish_from=0.6),
@@ -93,16 +97,23 @@ def without_floor(rungs: tuple[tuple[float, float], ...]) -> Preset:
 
 
 def no_earlier(halving: Preset, earliest: float, steps: Collection[int]) -> Preset:
-    """The same selection, no earlier than at the share ``earliest``: rungs up to it become one there, and rungs at one
-    step of a job become the last of them."""
+    """Return the same selection, no earlier than at the share ``earliest``: rungs up to it become one there.
+
+    Of rungs at one step of a job the first stays, with its ``min_kept`` and the share that the last of them would keep.
+    The point from which only the best job continues takes the place of a rung at its step.
+    """
     # The point from which only the best job continues is a rung that keeps at least one.
     finish = [] if halving.finish_from is None else [(halving.finish_from, 1.0, 1)]
     rungs = [(*rung, min_kept) for rung, min_kept in zip(halving.rungs, halving.min_kept, strict=True)]
     found: list[tuple[float, float, int]] = []
     for progress, keep, min_kept in (*rungs, *finish):
         at = max(progress, earliest)
-        if found and (found[-1][0] == at or any(ceil_share(found[-1][0], n) == ceil_share(at, n) for n in steps)):
-            keep *= found.pop()[1]
+        is_same = bool(found) and found[-1][0] == at
+        if is_same or (found and any(ceil_share(found[-1][0], n) == ceil_share(at, n) for n in steps)):
+            before, keep_before, min_kept_before = found.pop()
+            keep *= keep_before
+            if not is_same and progress != halving.finish_from:
+                at, min_kept = before, min_kept_before
         found.append((at, keep, min_kept))
     finish_from = found.pop()[0] if finish and len(found) > 1 else None
     return Preset(
