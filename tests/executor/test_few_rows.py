@@ -11,20 +11,31 @@ from resident_jobs import DATA, make_dataset, make_model
 from searches import Run, make
 
 from alto.backbone import Backbone
-from alto.early_exit import audit, evaluation_order, mean_loss
-from alto.executor import budget_evaluations
-from alto.executor.planned_job import resolve_rungs
+from alto.early_exit import audit, evaluation_order, mean_loss, policy_from
+from alto.executor import resolve_early_exit
+from alto.executor.context import TaskContext
+from alto.executor.planned_job import USUAL_FORWARD_SHARE
 from alto.runs import read_entries, read_history
 from alto.spec import Task
 
 ROWS = replace(DATA, validation=make_dataset(40, seed=2), test=make_dataset(5, seed=3))
-SPACE = {"lr": [1e-4, 3e-4, 1e-3, 3e-3], "r": [2, 4], "batch_size": [4]}
+SPACE: dict[str, object] = {"lr": [1e-4, 3e-4, 1e-3, 3e-3], "r": [2, 4], "batch_size": [4]}
+
+
+def settings_of(**changes: object) -> dict[str, object]:
+    settings = {"search": {"algorithm": "grid"}, "search_space": SPACE, "num_train_epochs": 16, "eval_steps": 0.05}
+    return {**settings, **changes}
 
 
 def task_of(**changes: object) -> Task:
-    settings = {"search": {"algorithm": "grid"}, "search_space": SPACE, "num_train_epochs": 6, "eval_steps": 0.05}
-    task = make(**{**settings, **changes})
-    return budget_evaluations(resolve_rungs(task, len(ROWS.train)), ROWS, has_preset=True)
+    task = make(**settings_of(**changes))
+    return resolve_early_exit(task, ROWS, begins=True)
+
+
+def planned(**changes: object) -> TaskContext:
+    """The task in a context of its own, whose evaluations may still be fitted to the machine."""
+    task, backbone = task_of(**changes), Backbone(make_model("llama"), None, "unused")
+    return TaskContext.of(task, backbone, ROWS, asked=make(**settings_of(**changes)).early_exit)
 
 
 def losses_of(run: Run) -> list[tuple[object, ...]]:
@@ -85,9 +96,23 @@ def test_the_measured_loss_is_that_of_the_adapter_that_is_kept(run: Run) -> None
 
 
 def test_a_note_says_where_the_winner_is_not_measured_on_all_rows() -> None:
-    assert not task_of().notes
-    (note,) = task_of(num_train_epochs=1, early_exit={"evaluation_share": 0.01}).notes
+    assert not planned().evaluation_notes
+    (note,) = planned(num_train_epochs=1, early_exit={"evaluation_share": 0.01}).evaluation_notes
     assert note.startswith("The validation loss of the winner will be of 12 of the 40 rows")
+
+
+def test_evaluations_that_cost_less_than_usual_are_on_more_rows_and_a_resumed_run_keeps_its_own() -> None:
+    usual = planned()
+
+    def rows(context: TaskContext) -> float:
+        return sum(job.evaluations_after(0, 40) for job in context.jobs)
+
+    cheap, dear = usual.at_forward_share(0.05), usual.at_forward_share(5.0)
+    assert rows(cheap) > rows(usual) > rows(dear)
+    assert cheap.policy == policy_from(cheap.task.early_exit)
+    assert usual.at_forward_share(USUAL_FORWARD_SHARE) is usual
+    resumed = replace(usual, asked=None)
+    assert resumed.at_forward_share(5.0) is resumed
 
 
 def test_its_decisions_follow_from_the_journal(run: Run) -> None:

@@ -26,7 +26,6 @@ from alto.backbone import (
     resolve_model,
 )
 from alto.data import ReadRows, read_task_rows
-from alto.early_exit import policy_from
 from alto.engine.existing_runs import check_refitted
 from alto.engine.objects import borrowing
 from alto.engine.resident_base import ResidentBase
@@ -44,7 +43,6 @@ from alto.executor import (
     check_base,
     check_precision,
     load_base,
-    may_fit_rungs,
     model_notes,
     recover,
     resolve_early_exit,
@@ -223,10 +221,11 @@ class TaskRunner:
             objective.check(split, [job.config for job in task.jobs])
         scoring = task.select_by
         judge = None if scoring == "metric" else FinalistJudge(rows.validation, backbone, task.model, scoring)
-        fits_rungs = may_fit_rungs(task)
-        task = resolve_early_exit(task, data, begins=resume_state is None or not resume_state.lines)
+        begins = resume_state is None or not resume_state.lines
+        asked = task.early_exit if begins else None
+        task = resolve_early_exit(task, data, begins=begins)
         start = read_start(task, backbone)
-        context = TaskContext.of(task, backbone, data, self.ranks, start=start, fits_rungs=fits_rungs)
+        context = TaskContext.of(task, backbone, data, self.ranks, start=start, asked=asked)
         sampler = _sampler(task, rows, backbone)
         return _Prepared(trackers=trackers, context=context, judge=judge, sampler=sampler, base=base)
 
@@ -250,8 +249,7 @@ class TaskRunner:
 
     def _packed(self, prepared: _Prepared) -> _Prepared:
         """With every limit set."""
-        task, forecast = pack(prepared.context, on_measuring=self._announcement(prepared.context.task))
-        context = replace(prepared.context, task=task, policy=policy_from(task.early_exit))
+        context, forecast = pack(prepared.context, on_measuring=self._announcement(prepared.context.task))
         return replace(prepared, context=context, forecast=forecast)
 
     def _announcement(self, task: Task) -> Callable[[float], None]:

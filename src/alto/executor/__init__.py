@@ -10,8 +10,6 @@ from alto.executor.micro_batches import MicroBatches
 from alto.executor.model_notes import model_notes
 from alto.executor.planned_job import (
     PlannedJob,
-    budget_evaluations,
-    may_fit_rungs,
     plan_jobs,
     resolve_early_exit,
     resolve_rungs,
@@ -39,13 +37,11 @@ __all__ = [
     "TaskContext",
     "TaskSession",
     "Trainer",
-    "budget_evaluations",
     "build_trainer",
     "check_base",
     "check_precision",
     "initial_states",
     "load_base",
-    "may_fit_rungs",
     "model_notes",
     "plan_jobs",
     "read_refusal",

@@ -87,6 +87,7 @@ def begin_events(state: TaskState, start: RunStart) -> Iterator[Event]:
             *_fusion_notes(context.backbone),
             *metric_notes(task.metric, task.method, configs),
             *_rung_notes(state),
+            *context.evaluation_notes,
             *_disk_notes(state, start.run_dir),
         ),
         references=context.references,

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Self
 
 from alto.backbone import Backbone, check_classifier, check_router_loss
 from alto.data import TaskData
 from alto.early_exit import Policy, evaluation_order, policy_from
-from alto.executor.planned_job import PlannedJob, plan_job, plan_jobs, trains_router_loss
+from alto.executor.planned_job import (
+    PlannedJob,
+    may_fit_rungs,
+    plan_job,
+    plan_jobs,
+    resolve_early_exit,
+    trains_router_loss,
+)
 from alto.executor.ranks import Ranks
 from alto.executor.start_adapter import StartAdapter
 from alto.executor.tally import Evaluated
 from alto.lora import adapter_shape
 from alto.objectives import Objective, find_objective
 from alto.runs.events import ReferenceFact
-from alto.spec import BaseModelSpec, Job, Task
+from alto.spec import BaseModelSpec, EarlyExit, Job, Task
 from alto.spec.metric import LOSS
 
 __all__ = ["TaskContext"]
@@ -38,7 +45,8 @@ class TaskContext:
         references: Source of the reference log-probs in ``data``; None where there are none.
         start: The adapter that jobs begin with; None where they begin with new ones.
         ranks: This process among those that train the task; all of them hold an equal context.
-        fits_rungs: Whether rungs may keep fewer jobs to fit a budget of time.
+        asked: Early exit as the task asks for it, before it was fitted to rows and machine; None where it stays as it
+            is, as in a run that is resumed.
     """
 
     task: Task
@@ -51,7 +59,7 @@ class TaskContext:
     references: ReferenceFact | None = None
     start: StartAdapter | None = None
     ranks: Ranks = field(default_factory=Ranks)
-    fits_rungs: bool = False
+    asked: EarlyExit | None = None
 
     @classmethod
     def of(
@@ -62,7 +70,7 @@ class TaskContext:
         ranks: Ranks | None = None,
         *,
         start: StartAdapter | None = None,
-        fits_rungs: bool = False,
+        asked: EarlyExit | None = None,
     ) -> Self:
         """Plan every job of ``task``.
 
@@ -71,7 +79,7 @@ class TaskContext:
             data: The task's rows, encoded with its tokenizer.
             ranks: This process among those that will train it; None where it is alone.
             start: The adapter that jobs begin with; None where they begin with new ones.
-            fits_rungs: Whether rungs may keep fewer jobs to fit a budget of time.
+            asked: Early exit as the task asks for it; None where it stays as it is.
 
         Raises:
             TargetModuleError: A job's targets or rank do not fit the base model, or are not those of ``start``.
@@ -99,7 +107,36 @@ class TaskContext:
             policy=policy_from(task.early_exit),
             start=start,
             ranks=ranks or Ranks(),
-            fits_rungs=fits_rungs,
+            asked=asked,
+        )
+
+    def at_forward_share(self, forward_share: float) -> TaskContext:
+        """Return the task with the evaluations that its share pays for where the time to evaluate a token, over the
+        time to train it, is ``forward_share``."""
+        if self.asked is None:
+            return self
+        asked = self.task.replace(early_exit=self.asked)
+        task = resolve_early_exit(asked, self.data, begins=True, forward_share=forward_share)
+        if task.early_exit == self.task.early_exit:
+            return self
+        train = self.data.train
+        jobs = plan_jobs(task, self.backbone.model, len(train), train.sources)
+        return replace(self, task=task, jobs=jobs, policy=policy_from(task.early_exit))
+
+    @property
+    def fits_rungs(self) -> bool:
+        """Whether rungs may keep fewer jobs to fit a budget of time."""
+        return self.asked is not None and may_fit_rungs(self.task.replace(early_exit=self.asked))
+
+    @property
+    def evaluation_notes(self) -> tuple[str, ...]:
+        """A notice where the winner is not measured on all validation rows."""
+        final, num_rows = self.task.early_exit.final_evaluations, len(self.data.validation)
+        if final is None or final[1] >= num_rows:
+            return ()
+        return (
+            f"The validation loss of the winner will be of {final[1]:,} of the {num_rows:,} rows, as many as "
+            "early_exit.evaluation_share pays for; raise it to measure more.",
         )
 
     @cached_property

@@ -21,6 +21,7 @@ from alto.spec.metric import LOSS
 from alto.spec.rungs import ceil_share, rung_step
 
 __all__ = [
+    "USUAL_FORWARD_SHARE",
     "PlannedJob",
     "budget_evaluations",
     "may_fit_rungs",
@@ -32,8 +33,8 @@ __all__ = [
 ]
 
 
-FORWARD_SHARE = 0.45
-"""Time to evaluate a token over the time to train it. Source: two CPU cores, SmolLM2-135M."""
+USUAL_FORWARD_SHARE = 0.45
+"""Time to evaluate a token over the time to train it, where it is not measured. Source: two CPU cores, SmolLM2-135M."""
 
 _WITH_ROW_LOSSES = ("sft", "dpo", "orpo", "cpo")
 """Methods whose loss is a mean over rows, none of which depends on another."""
@@ -198,21 +199,23 @@ def resolve_rungs(task: Task, num_rows: int, *, begins: bool = True) -> Task:
     return task.replace(early_exit=early_exit.resolved(lr_warmup=max(shares), steps=steps if is_fitted else ()))
 
 
-def resolve_early_exit(task: Task, data: TaskData, *, begins: bool) -> Task:
+def resolve_early_exit(task: Task, data: TaskData, *, begins: bool, forward_share: float = USUAL_FORWARD_SHARE) -> Task:
     """Return ``task`` with explicit rungs and, where its evaluations have a share of the time, explicit evaluations.
 
     Args:
         task: The task.
         data: Its rows, tokenised.
         begins: False for a run that is resumed: it keeps those that it began with.
+        forward_share: Time to evaluate a token over the time to train it.
     """
     resolved = resolve_rungs(task, len(data.train), begins=begins)
     if not begins:
         return resolved
-    return budget_evaluations(resolved, data, has_preset=not task.early_exit.has_own_rungs)
+    has_preset = not task.early_exit.has_own_rungs
+    return budget_evaluations(resolved, data, has_preset=has_preset, forward_share=forward_share)
 
 
-def budget_evaluations(task: Task, data: TaskData, *, has_preset: bool) -> Task:
+def budget_evaluations(task: Task, data: TaskData, *, has_preset: bool, forward_share: float) -> Task:
     """Return ``task`` with the evaluations that ``early_exit.evaluation_share`` pays for; as it is where that does not
     apply.
 
@@ -220,6 +223,7 @@ def budget_evaluations(task: Task, data: TaskData, *, has_preset: bool) -> Task:
         task: Its rungs are resolved, see :func:`resolve_rungs`.
         data: Its rows, tokenised.
         has_preset: Whether its rungs are those of a preset, of which some may be left out.
+        forward_share: Time to evaluate a token over the time to train it.
     """
     early_exit = task.early_exit
     applies = early_exit.enabled and early_exit.policy == "alto" and early_exit.evaluation_share != "all"
@@ -237,20 +241,12 @@ def budget_evaluations(task: Task, data: TaskData, *, has_preset: bool) -> Task:
         early_exit,
         num_jobs=len(task.jobs),
         num_rows=len(data.validation),
-        row_cost=FORWARD_SHARE * validation_tokens / job_tokens,
+        row_cost=forward_share * validation_tokens / job_tokens,
         every=task.eval_steps,
         are_pairs=bool(learns_from_pairs(task.method)),
         drops_rungs=has_preset and task.search.algorithm != "pbt" and not has_scored_rungs,
     )
-    task = task.replace(early_exit=early_exit)
-    assert early_exit.final_evaluations is not None, "evaluations are planned together"
-    measured = early_exit.final_evaluations[1]
-    if measured == len(data.validation):
-        return task
-    return task.with_note(
-        f"The validation loss of the winner will be of {measured:,} of the {len(data.validation):,} rows, as many as "
-        "early_exit.evaluation_share pays for; raise it to measure more."
-    )
+    return task.replace(early_exit=early_exit)
 
 
 def may_fit_rungs(task: Task) -> bool:

@@ -104,6 +104,7 @@ class TaskPlan:
         disk_bytes: Most bytes that the states of its jobs take on disk while it trains.
         disk_free_bytes: Bytes that are free where its run would be; None where that is not known.
         rungs: Rungs of a preset whose numbers of jobs were lowered to fit a budget of time; empty where they were not.
+        forward_share: Time to evaluate a token over the time to train it.
     """
 
     task: str
@@ -134,6 +135,7 @@ class TaskPlan:
     disk_bytes: int = 0
     disk_free_bytes: int | None = None
     rungs: tuple[Rung, ...] = ()
+    forward_share: float = 0.0
 
     def cost(self, price_per_hour: float) -> tuple[float, float]:
         """Largest and expected cost of the task, in the currency of the price."""

@@ -21,10 +21,10 @@ LEAST_TIMED_S, MOST_TIMES = 2.0, 16
 NUM_SIZES = 2
 """Sizes of steps that are measured whatever they take: both models need them."""
 
-_LEAST_BUDGET_S = {"cpu": 15.0, "cuda": 60.0}
+_LEAST_BUDGET_S = {"cpu": 8.0, "cuda": 60.0}
 """Kernels are compiled before the first step on a GPU."""
 
-_BUDGET_SHARE = 0.01
+_BUDGET_SHARE = 0.005
 """Share of the time without early exit: at most a twentieth of the time with it."""
 
 _FLOPS_PER_TOKEN = 6
@@ -36,20 +36,22 @@ _USUAL_FLOPS = {"cpu": 2e10, "cuda": 5e13}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuringBudget:
-    """The steps that are to be measured, and the time that they may take: a hundredth of the estimated duration of the
-    task, but at least a quarter of a minute, on a GPU a minute.
+    """The steps that are to be measured, and the time that they may take: a two-hundredth of the estimated duration of
+    the task, but at least eight seconds, on a GPU a minute.
 
     Attributes:
         sizes: Expected tokens of the steps, in the order in which they are measured.
         task_tokens: Tokens that all jobs of the task train.
         eval_tokens: Tokens of the evaluation that is measured last.
         least_s: Seconds that they may take for a task of any length.
+        warms_up: Whether the first step of every size is repeated: kernels are compiled for it.
     """
 
     sizes: tuple[int, ...]
     task_tokens: float
     eval_tokens: int
     least_s: float
+    warms_up: bool
 
     @classmethod
     def of(
@@ -81,13 +83,14 @@ class MeasuringBudget:
             task_tokens=samples * mean,
             eval_tokens=round(num_evaluated * mean),
             least_s=_LEAST_BUDGET_S[device.type],
+            warms_up=device.type != "cpu",
         )
 
     def allows(self, num_tokens: int, *, token_s: float, spent_s: float) -> bool:
         """Whether steps of ``num_tokens`` can be measured too, after ``spent_s`` seconds, where a token takes
         ``token_s``."""
         budget_s = max(self.least_s, _BUDGET_SHARE * self.task_tokens * token_s)
-        return spent_s + _timed_s(num_tokens * token_s) <= budget_s
+        return spent_s + _timed_s(num_tokens * token_s, self.warms_up) <= budget_s
 
     def remaining_s(self, num_measured: int, *, token_s: float, spent_s: float) -> float:
         """Expected seconds until the measurement ends.
@@ -101,8 +104,8 @@ class MeasuringBudget:
         for index, size in enumerate(self.sizes[num_measured:], start=num_measured):
             if index >= NUM_SIZES and not self.allows(size, token_s=token_s, spent_s=spent_s + left_s):
                 break
-            left_s += _timed_s(size * token_s)
-        return left_s + _timed_s(self.eval_tokens * token_s / 3)  # without its backward pass
+            left_s += _timed_s(size * token_s, self.warms_up or not index)
+        return left_s + _timed_s(self.eval_tokens * token_s / 3, self.warms_up)  # without its backward pass
 
 
 def usual_token_s(backbone: Backbone) -> float:
@@ -113,6 +116,6 @@ def usual_token_s(backbone: Backbone) -> float:
     return _FLOPS_PER_TOKEN * num_parameters / (_USUAL_FLOPS[device] * num_cores)
 
 
-def _timed_s(step_s: float) -> float:
-    """Seconds of a step that is repeated, and of the first one, which does not count."""
-    return step_s + max(step_s, min(LEAST_TIMED_S, MOST_TIMES * step_s))
+def _timed_s(step_s: float, warms_up: bool) -> float:
+    """Seconds of a step that is repeated; with ``warms_up`` also of the first one, which does not count."""
+    return warms_up * step_s + max(step_s, min(LEAST_TIMED_S, MOST_TIMES * step_s))

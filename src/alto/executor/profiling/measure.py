@@ -27,7 +27,7 @@ from alto.executor.micro_batches import MicroBatches
 from alto.executor.planned_job import PlannedJob, plan_jobs
 from alto.executor.profiling.budget import LEAST_TIMED_S, MOST_TIMES, MeasuringBudget
 from alto.executor.profiling.meter import capacity_bytes, peak_bytes, reset_peak
-from alto.executor.profiling.sketch import EVALUATED, RowLength, synthetic_rows
+from alto.executor.profiling.sketch import NUM_EVALUATED, RowLength, synthetic_rows
 from alto.executor.profiling.spread import spread_of
 from alto.executor.ranks import Ranks
 from alto.executor.trainer import Trainer
@@ -169,7 +169,14 @@ def measure(
     vocabulary = backbone.model.get_input_embeddings().num_embeddings
     is_labelled = find_method(task.method).entry.is_labelled
     num_synthetic = max(packing.num_rows for packing in todo)
-    rows = synthetic_rows(lengths, vocabulary, num_synthetic, is_labelled=is_labelled, labels=task.label_set)
+    rows = synthetic_rows(
+        lengths,
+        vocabulary,
+        num_synthetic,
+        num_evaluated=NUM_EVALUATED[backbone.device.type],
+        is_labelled=is_labelled,
+        labels=task.label_set,
+    )
     refused: list[MemoryEvent] = []
     context = _context(task, backbone, rows, jobs, ranks)
     trainer = _trainer(context, num_jobs, refused)
@@ -202,7 +209,8 @@ def measure(
             ):
                 break
             reset_peak(backbone.device)
-            repeats_s = _steps_s(trainer, admitted, ranks, clock)
+            is_warm = bool(memory) and backbone.device.type == "cpu"
+            repeats_s = _steps_s(trainer, admitted, ranks, clock, is_warm=is_warm)
             seconds, spread = ranks.max(statistics.median(repeats_s)), ranks.max(spread_of(repeats_s))
             if refused:
                 break
@@ -218,7 +226,8 @@ def measure(
         if not _has_two_sizes(memory):
             raise DeviceMemoryError(_nothing_more_fits(memory[-1].num_tokens, num_tokens, backbone))
         evaluated = _admitted(chosen, Packing(num_jobs=1, batch_size=1), 1, ranks)
-        eval_token_s = _eval_token_s(trainer, evaluated, rows, ranks, clock)
+        is_warm = backbone.device.type == "cpu"
+        eval_token_s = _eval_token_s(trainer, evaluated, rows, ranks, clock, is_warm=is_warm)
     except RowTooLargeError as error:
         raise DeviceMemoryError(_nothing_fits(error.num_tokens, backbone)) from None
     finally:
@@ -252,7 +261,7 @@ def measuring_budget(
         rows_of_sizes=[ranks.size * packing.num_rows for packing in packings(num_jobs, largest_batch)],
         max_tokens=ranks.size * max_tokens,
         num_rows=num_rows,
-        num_evaluated=ranks.size * min(EVALUATED, num_jobs * largest_batch),
+        num_evaluated=ranks.size * min(NUM_EVALUATED[device.type], num_jobs * largest_batch),
         device=device,
     )
 
@@ -327,27 +336,37 @@ def _admitted(chosen: Sequence[JobState], packing: Packing, num_rows: int, ranks
     ]
 
 
-def _steps_s(trainer: Trainer, jobs: Sequence[JobState], ranks: Ranks, clock: Callable[[], float]) -> list[float]:
-    """Durations of steps of ``jobs``."""
+def _steps_s(
+    trainer: Trainer, jobs: Sequence[JobState], ranks: Ranks, clock: Callable[[], float], *, is_warm: bool
+) -> list[float]:
+    """Durations of steps of ``jobs``; ``is_warm`` as :func:`_timed` takes it."""
 
     def step() -> None:
         trainer.step(jobs)
         for job in jobs:
             job.step += 1
 
-    return _timed(step, ranks, clock)
+    return _timed(step, ranks, clock, is_warm=is_warm)
 
 
 def _eval_token_s(
-    trainer: Trainer, jobs: Sequence[JobState], rows: TaskData, ranks: Ranks, clock: Callable[[], float]
+    trainer: Trainer,
+    jobs: Sequence[JobState],
+    rows: TaskData,
+    ranks: Ranks,
+    clock: Callable[[], float],
+    *,
+    is_warm: bool,
 ) -> float:
-    seconds = ranks.max(statistics.median(_timed(lambda: trainer.evaluate(jobs), ranks, clock)))
+    seconds = ranks.max(statistics.median(_timed(lambda: trainer.evaluate(jobs), ranks, clock, is_warm=is_warm)))
     return seconds / (len(jobs) * rows.validation.num_tokens)
 
 
-def _timed(action: Callable[[], object], ranks: Ranks, clock: Callable[[], float]) -> list[float]:
-    """Durations of ``action``, the first of which is slower and left out."""
-    action()
+def _timed(action: Callable[[], object], ranks: Ranks, clock: Callable[[], float], *, is_warm: bool) -> list[float]:
+    """Durations of ``action``. The first is slower and left out, unless ``is_warm``: others like it came before, and
+    nothing is compiled for this one."""
+    if not is_warm:
+        action()
     seconds: list[float] = []
     while not seconds or ranks.any(sum(seconds) < LEAST_TIMED_S and len(seconds) < MOST_TIMES):
         start = clock()

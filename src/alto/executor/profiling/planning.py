@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 
+from alto.early_exit import policy_from
 from alto.errors import DeviceMemoryError, SpecError
 from alto.executor.context import TaskContext
 from alto.executor.planned_job import PlannedJob
@@ -50,8 +51,9 @@ def _has_open_limits(task: Task) -> bool:
 
 def pack(
     context: TaskContext, *, on_measuring: Callable[[float], None] = lambda _: None
-) -> tuple[Task, TaskPlan | None]:
-    """The task with every limit set, and the plan that set them; its rungs fit its budget of time.
+) -> tuple[TaskContext, TaskPlan | None]:
+    """The task with every limit set, and the plan that set them; its rungs fit its budget of time, and its evaluations
+    what they cost on this machine.
 
     On a GPU, where a CPU's memory may not be enough, and where the task has a budget of time, the task is profiled
     first, unless a profile is cached. Elsewhere a cached profile is used; without one, default limits apply and the
@@ -69,7 +71,7 @@ def pack(
     task = context.task
     has_time_limit = task.search.budget.max_duration_s(context.ranks.size) is not None
     if not _has_open_limits(task) and not has_time_limit:
-        return task, None
+        return context, None
     device = context.backbone.device
     if (
         device.type == "cpu"
@@ -77,24 +79,23 @@ def pack(
         and _is_roomy(context)
         and not context.ranks.broadcast(_is_profiled(context), bool)
     ):
-        return _with_usual_limits(task), None
+        return replace(context, task=_with_usual_limits(task)), None
     found = plan(context, on_measuring=on_measuring)
+    context = context.at_forward_share(found.forward_share)
+    task = context.task
     if found.rungs:
         rungs = tuple((rung.progress, rung.keep) for rung in found.rungs)
         min_kept = tuple(rung.min_kept for rung in found.rungs)
         early_exit = task.early_exit.replace(rungs=rungs, min_kept=min_kept)
         task = task.replace(early_exit=early_exit).with_note(_rung_note(found.rungs))
-    if not _has_open_limits(task):
-        return task, found
-    return (
-        task.replace(
+    if _has_open_limits(task):
+        task = task.replace(
             max_slots=found.max_slots,
             max_tokens_per_step=found.max_tokens_per_step,
             max_tokens_per_pass=found.max_tokens_per_pass,
             gradient_checkpointing=found.gradient_checkpointing,
-        ),
-        found,
-    )
+        )
+    return replace(context, task=task, policy=policy_from(task.early_exit)), found
 
 
 def _with_usual_limits(task: Task) -> Task:
@@ -109,7 +110,7 @@ def _with_usual_limits(task: Task) -> Task:
 def plan(
     context: TaskContext, *, on_measuring: Callable[[float], None] = lambda _: None, refresh: bool = False
 ) -> TaskPlan:
-    """What the task takes.
+    """Return what the task takes, with the evaluations that its share pays for on this machine.
 
     Args:
         on_measuring: As of :func:`pack`.
@@ -120,6 +121,13 @@ def plan(
         ProfileError: It could not be measured.
         SpecError: No job can be finished within the budget; the message states the time that would do.
     """
+    found = _plan_fitting(context, on_measuring, refresh=refresh)
+    at_cost = context.at_forward_share(found.forward_share)
+    return found if at_cost is context else _plan_fitting(at_cost, on_measuring, refresh=False)
+
+
+def _plan_fitting(context: TaskContext, on_measuring: Callable[[float], None], *, refresh: bool) -> TaskPlan:
+    """What the task takes, with gradient checkpointing where it would not fit otherwise and may have it."""
     task = context.task
     if task.gradient_checkpointing != "auto":
         return _plan(context, task, on_measuring, refresh=refresh)
@@ -209,11 +217,18 @@ def _plan(context: TaskContext, task: Task, on_measuring: Callable[[float], None
         modules=hashlib.sha256("\n".join(sorted(modules)).encode()).hexdigest()[:16],
         is_cached=profile.is_cached,
         profile_s=profile.duration_s,
-        notes=(*budget_notes, *_unsteady_notes(profile.throughput)),
+        notes=(*budget_notes, *_unsteady_notes(profile.throughput), *context.evaluation_notes),
         profile=profile.name,
         disk_bytes=disk_bytes(context, packing.max_slots),
         rungs=changed,
+        forward_share=_forward_share(works, profile.throughput, limits),
     )
+
+
+def _forward_share(works: Sequence[JobWork], throughput: Throughput, limits: ResidentLimits) -> float:
+    """Time to evaluate a token over the time to train it, in a run of this packing."""
+    train_s = estimate_duration_s(works, throughput, limits, validation_tokens=0)
+    return throughput.eval_token_s * sum(work.num_tokens * work.num_steps for work in works) / train_s
 
 
 def _usual_tokens(device: torch.device, throughput: Throughput) -> int:

@@ -17,11 +17,11 @@ import torch
 from alto.data import IGNORED, EncodedDataset, Span, TaskData
 from alto.records import LabelSet, RowLabel
 
-__all__ = ["EVALUATED", "RowLength", "SpanLength", "lengths_of", "synthetic_rows"]
+__all__ = ["NUM_EVALUATED", "RowLength", "SpanLength", "lengths_of", "synthetic_rows"]
 
 _SKETCHED = 64
-EVALUATED = 32
-"""Rows of an evaluation at most."""
+NUM_EVALUATED = {"cpu": 8, "cuda": 32}
+"""Rows of an evaluation at most, by device: few fill a CPU's cores."""
 
 
 class SpanLength(NamedTuple):
@@ -73,11 +73,12 @@ def synthetic_rows(
     vocabulary: int,
     count: int,
     *,
+    num_evaluated: int = NUM_EVALUATED["cpu"],
     is_labelled: bool = False,
     labels: LabelSet | None = None,
 ) -> TaskData:
-    """``count`` rows of random tokens to train on, and a few to evaluate; reference log-probs are 0. Every second row
-    is desirable where replies are labelled; where there are ``labels``, every row has the first.
+    """``count`` rows of random tokens to train on, the first ``num_evaluated`` of them to evaluate; reference log-probs
+    are 0. Every second row is desirable where replies are labelled; where there are ``labels``, each has the first.
 
     Token ids are below ``vocabulary``. Their lengths are taken from ``lengths`` in strides, so that short and long ones
     mix.
@@ -86,7 +87,7 @@ def synthetic_rows(
     stride = _coprime_to(len(lengths))
     rows = [lengths[index * stride % len(lengths)] for index in range(count)]
     train, validation = (
-        _dataset(part, vocabulary, generator, is_labelled, labels) for part in (rows, rows[:EVALUATED])
+        _dataset(part, vocabulary, generator, is_labelled, labels) for part in (rows, rows[:num_evaluated])
     )
     return TaskData(train=train, validation=validation)
 
