@@ -105,7 +105,9 @@ def dense(
     distance = position[:, None] - position[None, :]
     is_own = sequence[:, None] == sequence[None, :]
     lent = torch.tensor(prefixes)[sequence]
-    is_prefix = (sequence[:, None] == sequence[None, :] + 1) & (position[None, :] < lent[:, None])
+    lends = torch.tensor([not prefix for prefix in prefixes])
+    lender = torch.where(lends, torch.arange(len(prefixes)), -1).cummax(0).values[sequence]
+    is_prefix = (lender[:, None] == sequence[None, :]) & (position[None, :] < lent[:, None])
     seen = (is_own | is_prefix) & (distance >= 0)
     if window is not None:
         seen &= distance < window
@@ -125,18 +127,19 @@ def relative(found: Tensor, expected: Tensor) -> float:
 
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[list[int], list[int]]:
-    """Lengths of a few sequences, and of the prefixes that some of them have in the one before them."""
-    lengths, prefixes = [], []
+    """Lengths of a few sequences, and of the prefixes that some of them have in the latest that has none."""
+    lengths, prefixes, lent = [], [], 0
     for length in draw(st.lists(st.integers(1, 9), min_size=1, max_size=4)):
-        lends = bool(lengths) and not prefixes[-1]
-        prefixes.append(draw(st.integers(0, lengths[-1])) if lends else 0)
+        prefixes.append(draw(st.integers(0, lent)))
         lengths.append(length)
+        lent = lent if prefixes[-1] else length
     return lengths, prefixes
 
 
 @every_implementation
 @example(layout=(LENGTHS, PREFIXES), groups=2, window=3, softcap=None)
 @example(layout=([2, 7], [0, 1]), groups=1, window=None, softcap=30.0)
+@example(layout=([5, 3, 4, 6], [0, 4, 2, 5]), groups=2, window=None, softcap=None)
 @given(
     layout=layouts(),
     groups=st.sampled_from([1, 2, 4]),
@@ -245,7 +248,7 @@ def test_what_a_sequence_with_a_prefix_sees() -> None:
     assert seen == [*range(5), *range(5), 5, *range(6, 15), *range(6, 10), *range(15, 18)]
 
 
-@pytest.mark.parametrize("prefixes", [[1, 0, 0], [0, 6, 0], [0, 2, 1]])
+@pytest.mark.parametrize("prefixes", [[1, 0, 0], [0, 6, 0], [0, 2, 6], [0, 0, 4]])
 def test_a_prefix_is_the_beginning_of_a_sequence_that_has_none(prefixes: list[int]) -> None:
     with pytest.raises(AssertionError, match="beginning"):
         Sequences([5, 3, 4], prefixes)

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from alto.backbone.sequences import Sequences
 from alto.data import BatchTotals, EncodedDataset, JobRows, collate, dummy_batch, share_rows, split_into_micro_batches
 
 
@@ -169,3 +170,52 @@ def test_a_part_of_a_batch_is_the_batch_of_its_jobs(lengths: list[int], data: st
     for field in dataclasses.fields(found):
         mine, theirs = getattr(found, field.name), getattr(expected, field.name)
         assert torch.equal(mine, theirs) if isinstance(theirs, torch.Tensor) else mine == theirs, field.name
+
+
+@st.composite
+def rows_with_common_beginnings(draw: st.DrawFn) -> EncodedDataset:
+    """Rows of few token ids, so that they begin alike, with a trained end."""
+    input_ids, targets = [], []
+    common = draw(st.lists(st.integers(0, 1), min_size=30, max_size=30))
+    for _ in range(draw(st.integers(1, 6))):
+        num_common, rest = draw(st.integers(0, 30)), draw(st.lists(st.integers(0, 1), min_size=2, max_size=9))
+        ids = torch.tensor(common[:num_common] + rest)
+        first = draw(st.integers(0, len(ids) - 2))
+        target = torch.full_like(ids, -100)
+        target[first:-1] = ids[first + 1 :]
+        input_ids.append(ids)
+        targets.append(target)
+    return EncodedDataset(input_ids=tuple(input_ids), targets=tuple(targets), num_truncated=0, num_skipped=0)
+
+
+@given(rows_with_common_beginnings(), rows_with_common_beginnings())
+def test_rows_that_share_their_beginnings_see_the_same_tokens_and_predict_the_same(
+    first: EncodedDataset, second: EncodedDataset
+) -> None:
+    jobs = [JobRows(dataset, slot, tuple(range(len(dataset)))) for slot, dataset in enumerate((first, second))]
+    whole, shared = collate(jobs), collate(jobs, shares_beginnings=True)
+    assert sum(shared.job_tokens) == len(shared.input_ids_T) <= len(whole.input_ids_T)
+    assert shared.job_targets == whole.job_targets
+    assert shared.sequence_targets == whole.sequence_targets
+    assert torch.equal(shared.loss_targets_S, whole.loss_targets_S)
+    for name in ("input_ids_T", "position_ids_T"):
+        values = getattr(shared, name)
+        assert torch.equal(values[shared.loss_positions_S], getattr(whole, name)[whole.loss_positions_S])
+        seen = values[
+            Sequences(shared.sequence_lengths, shared.sequence_prefixes)
+            .with_prefixes(torch.arange(len(values))[:, None, None])
+            .flatten()
+        ]
+        assert torch.equal(seen, getattr(whole, name))
+
+
+def test_a_shared_beginning_goes_through_the_model_once_and_a_job_shares_none_with_another() -> None:
+    ids = torch.arange(12)
+    target = torch.full_like(ids, -100)
+    target[9:-1] = ids[10:]
+    dataset = EncodedDataset(input_ids=(ids,) * 3, targets=(target,) * 3, num_truncated=0, num_skipped=0)
+    batch = collate([JobRows(dataset, 0, (0, 1, 2)), JobRows(dataset, 1, (0,))], shares_beginnings=True)
+    assert batch.sequence_lengths == (12, 3, 3, 12)
+    assert batch.sequence_prefixes == (0, 9, 9, 0)
+    assert batch.job_tokens == (18, 12)
+    assert collate([JobRows(dataset, 0, (0, 1, 2))]).sequence_prefixes == (0, 0, 0)

@@ -6,11 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from company import built
 from resident_jobs import DATA, make_dataset, make_model
 from searches import Run, make
 
 from alto.backbone import Backbone
+from alto.data import EncodedDataset
 from alto.early_exit import audit, evaluation_order, mean_loss, policy_from
 from alto.executor import resolve_early_exit
 from alto.executor.context import TaskContext
@@ -136,6 +138,53 @@ def test_a_job_is_evaluated_in_company_as_alone(run: Run, tmp_path: Path) -> Non
     assert alone.keys() == losses.keys()
     for key, loss in alone.items():
         assert losses[key] == pytest.approx(loss, rel=1e-4), key
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma"])
+def test_rows_that_begin_alike_have_the_losses_that_they_have_by_themselves(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = torch.arange(2, 13)
+    rows = make_dataset(12, seed=4)
+    alike = EncodedDataset(
+        input_ids=tuple(torch.cat([begun, ids]) for ids in rows.input_ids),
+        targets=tuple(torch.cat([torch.full_like(begun, -100), target]) for target in rows.targets),
+        num_truncated=0,
+        num_skipped=0,
+    )
+    data = replace(ROWS, validation=alike, test=None)
+    num_tokens: list[int] = []
+    hidden_states = Backbone.hidden_states
+
+    def counted(self: Backbone, input_ids_T: torch.Tensor, *given: object) -> torch.Tensor:
+        num_tokens.append(len(input_ids_T))
+        return hidden_states(self, input_ids_T, *given)
+
+    monkeypatch.setattr(Backbone, "hidden_states", counted)
+    backbone = Backbone(make_model(family), None, "unused")
+    with built(tmp_path / "run", task_of(max_slots=2, max_tokens_per_pass=4096), data, backbone) as session:
+        jobs = list(session.state.jobs.values())[:2]
+        for slot, job in enumerate(jobs):
+            job.slot = slot
+            session.state.trainer.admit_fresh(job, slot)
+        for _ in range(3):
+            session.state.trainer.step(jobs)
+        for evaluate in (
+            lambda: session.state.trainer.evaluate(jobs),
+            lambda: session.state.trainer.evaluate_base(session.state.context, [jobs[0].config]),
+        ):
+            num_tokens.clear()
+            shared, num_shared = evaluate(), sum(num_tokens)
+            with monkeypatch.context() as patched:
+                patched.setattr(Backbone, "shares_beginnings", False)
+                num_tokens.clear()
+                alone = evaluate()
+            assert sum(num_tokens) - num_shared == 11 * len(begun) * len(alone)
+            for one, other in zip(shared, alone, strict=True):
+                assert one.rows["loss"] == pytest.approx(other.rows["loss"], rel=1e-5)
+                assert one.loss == pytest.approx(other.loss, rel=1e-6)
+        for job in jobs:
+            session.state.slot_manager._free(job)
 
 
 @pytest.mark.parametrize(

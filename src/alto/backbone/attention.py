@@ -31,6 +31,7 @@ __all__ = [
     "Pattern",
     "attending",
     "current_sequences",
+    "has_chunks",
     "recompute",
     "register",
     "set_pattern",
@@ -64,6 +65,12 @@ class Pattern:
 def set_pattern(module: nn.Module, pattern: Pattern) -> None:
     """Set the pattern of ``module``, one of the model's attention modules; it overrides the arguments of its call."""
     setattr(module, _PATTERN, pattern)
+
+
+def has_chunks(model: nn.Module) -> bool:
+    """Whether a layer of ``model`` attends only within runs of positions."""
+    patterns = (getattr(module, _PATTERN, None) for module in model.modules())
+    return any(pattern is not None and pattern.chunk is not None for pattern in patterns)
 
 
 @contextmanager

@@ -96,6 +96,12 @@ class Backbone:
         return self.model.device
 
     @property
+    def shares_beginnings(self) -> bool:
+        """Whether sequences with the same beginning can share it in a pass without gradients: a packed pass computes it
+        once. A model that attends in chunks cannot."""
+        return not self.is_padded and not attention.has_chunks(self.model)
+
+    @property
     def max_length(self) -> int | None:
         return None if self._limit is None else self._limit.num_tokens
 
@@ -126,8 +132,8 @@ class Backbone:
             input_ids_T: Token ids.
             position_ids_T: Positions, starting at 0 for every sequence, or behind its prefix.
             sequence_lengths: Tokens of each sequence, summing to ``T``.
-            sequence_prefixes: Number of tokens of the previous sequence that are the prefix of each; None without
-                prefixes.
+            sequence_prefixes: Number of tokens at the beginning of the latest sequence without a prefix that are the
+                prefix of each; None without prefixes.
 
         Raises:
             UnsupportedModelError: See :meth:`check_length`.

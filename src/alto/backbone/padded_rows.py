@@ -22,7 +22,7 @@ class PaddedRows:
 
     Args:
         lengths: Tokens of each sequence.
-        prefixes: Tokens at the beginning of the previous sequence that come before each; see
+        prefixes: Tokens at the beginning of the latest sequence without a prefix that come before each; see
             :class:`alto.backbone.sequences.Sequences`. They are repeated in its row.
         device: Device of the rows.
 
@@ -35,12 +35,13 @@ class PaddedRows:
         self.shape = len(lengths), max(map(sum, zip(prefixes, lengths, strict=True)))
         token_SL = torch.full(self.shape, num_tokens)  # the number behind the last token stands for padding
         place_T = torch.empty(num_tokens, dtype=torch.long)
-        first = before = 0
+        first = provider = 0
         for row, (length, prefix) in enumerate(zip(lengths, prefixes, strict=True)):
-            token_SL[row, :prefix] = torch.arange(before, before + prefix)
+            provider = provider if prefix else first
+            token_SL[row, :prefix] = torch.arange(provider, provider + prefix)
             token_SL[row, prefix : prefix + length] = torch.arange(first, first + length)
             place_T[first : first + length] = torch.arange(prefix, prefix + length) + row * self.shape[1]
-            before, first = first, first + length
+            first += length
         self._token_P, self._place_T, self.mask_SL = (
             _send(numbers, device) for numbers in (token_SL.flatten(), place_T, (token_SL < num_tokens).long())
         )
@@ -51,9 +52,9 @@ class PaddedRows:
         return self.shape[0] * self.shape[1]
 
     def spread(self, x_TN: Tensor) -> Tensor:
-        """``[T, N]`` to ``[P, N]``: zeros at padding, tokens of a prefix in both rows.
+        """``[T, N]`` to ``[P, N]``: zeros at padding, tokens of a prefix in all its rows.
 
-        The gradient of a token of a prefix is the sum of two, which has the same bits in any order.
+        The gradient of a token of a pair's prefix is the sum of two, which has the same bits in any order.
         """
         return torch.cat([x_TN, x_TN.new_zeros(1, x_TN.shape[1])]).index_select(0, self._token_P)
 

@@ -19,10 +19,9 @@ class Sequences:
 
     Args:
         lengths: Tokens of each sequence.
-        prefixes: Number of tokens of the previous sequence that are the prefix of each, as if they were its own: two
-            replies to one prompt are a sequence of the prompt and the first reply, and a sequence of the second reply
-            with that prompt as its prefix. Only a sequence without a prefix can provide one. None where no sequence has
-            any.
+        prefixes: Number of tokens at the beginning of the latest sequence without a prefix that are the prefix of each,
+            as if they were its own: two replies to one prompt are a sequence of the prompt and the first reply, and a
+            sequence of the second reply with that prompt as its prefix. None where no sequence has any.
 
     Attributes:
         key_lengths: Tokens that the last token of each sequence sees: its prefix and itself.
@@ -38,10 +37,10 @@ class Sequences:
             if self._prefixes is not None
             else self.lengths
         )
-        assert self._prefixes is None or all(
-            not prefix or (index and not self._prefixes[index - 1] and prefix <= self.lengths[index - 1])
-            for index, prefix in enumerate(self._prefixes)
-        ), "a prefix is the beginning of a sequence that has none itself"
+        provided = 0
+        for length, prefix in zip(self.lengths, self._prefixes or (), strict=False):
+            assert prefix <= provided, "a prefix is the beginning of a sequence that has none itself"
+            provided = provided if prefix else length
         self.longest, self.longest_key = max(self.lengths), max(self.key_lengths)
         self._sent: dict[tuple[str, torch.device], Tensor] = {}
         self._in_chunks: dict[int, Sequences] = {}
@@ -80,7 +79,8 @@ class Sequences:
     def with_prefixes(self, x_TGD: Tensor) -> Tensor:
         """Keys or values with those of each sequence's prefix before its own; unchanged without prefixes.
 
-        Those of a prefix get the gradients of both sequences: of two numbers the sum has the same bits in any order.
+        Those of a prefix get the gradients of all its sequences: of two numbers, as a pair has, the sum has the same
+        bits in any order.
         """
         if self._prefixes is None:
             return x_TGD
@@ -101,7 +101,8 @@ class Sequences:
 
     def _key_tokens(self) -> Iterator[int]:
         assert self._prefixes is not None
-        starts = list(self._offsets())
-        for index, (prefix, start) in enumerate(zip(self._prefixes, starts[:-1], strict=True)):
-            yield from range(starts[index - 1], starts[index - 1] + prefix)
-            yield from range(start, starts[index + 1])
+        provider = 0
+        for prefix, length, start in zip(self._prefixes, self.lengths, self._offsets(), strict=False):
+            provider = provider if prefix else start
+            yield from range(provider, provider + prefix)
+            yield from range(start, start + length)

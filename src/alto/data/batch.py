@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from alto.data.dataset import EncodedDataset
+from alto.data.dataset import EncodedDataset, Span
 from alto.records import LabelSet, RowLabel
 
 __all__ = [
@@ -24,6 +25,10 @@ __all__ = [
     "share_rows",
     "split_into_micro_batches",
 ]
+
+
+_LEAST_SHARED = 8
+"""Sharing fewer tokens costs as much as it saves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +159,8 @@ class TokenBatch:
         slots: Slot of every job, ``J`` of them, in token order.
         input_ids_T, position_ids_T: Token ids, and positions, which continue after the prefix of a sequence.
         sequence_lengths: Tokens of every sequence: a row, or one side of a pair.
-        sequence_prefixes: Number of tokens of the previous sequence that are the prefix of each: 0, or a pair's prompt.
+        sequence_prefixes: Number of tokens at the beginning of the latest sequence without a prefix that are the prefix
+            of each: 0, a pair's prompt, or what a row that is evaluated has in common with another.
         job_tokens: Tokens of every job.
         loss_positions_S: Indices into ``T`` of the positions that predict a trained token, ascending.
         loss_targets_S: Token ids that they have to predict.
@@ -242,30 +248,35 @@ class TokenBatch:
         )
 
 
-def collate(jobs: Sequence[JobRows], device: torch.device | str = "cpu") -> TokenBatch:
+def collate(
+    jobs: Sequence[JobRows], device: torch.device | str = "cpu", *, shares_beginnings: bool = False
+) -> TokenBatch:
     """Lay the rows of ``jobs`` end to end.
 
     Args:
         jobs: Rows of each job; jobs of a task next to each other.
         device: Device of the batch.
+        shares_beginnings: Whether a beginning that a row has in common with an earlier row of its job goes through the
+            model once, where nothing in it is trained.
     """
-    rows = [(job.dataset, row) for job in jobs for row in job.rows]
-    spans_J = [[span for row in job.rows for span in job.dataset.spans[row]] for job in jobs]
+    laid_J = [list(_laid(job, shares_beginnings)) for job in jobs]
+    laid = [row for of_job in laid_J for row in of_job]
+    spans_J = [[span for row in of_job for span in row.spans] for of_job in laid_J]
     spans = [span for of_job in spans_J for span in of_job]
     lengths, prefixes = [span.length for span in spans], [span.prefix for span in spans]
     ends_N = torch.tensor(lengths).cumsum(0)
-    targets_T = torch.cat([dataset.targets[row] for dataset, row in rows])
+    targets_T = torch.cat([row.targets for row in laid])
     loss_positions_S = (targets_T >= 0).nonzero().squeeze(1)
     trained_up_to_N = torch.searchsorted(loss_positions_S, ends_N)
     referring = [job for job in jobs if job.dataset.references is not None]
     totals = [job.totals for job in jobs]
     return TokenBatch(
         slots=tuple(job.slot for job in jobs),
-        input_ids_T=_send(torch.cat([dataset.input_ids[row] for dataset, row in rows]), device),
+        input_ids_T=_send(torch.cat([row.input_ids for row in laid]), device),
         position_ids_T=_send(_positions(lengths, prefixes, ends_N), device),
         sequence_lengths=tuple(lengths),
         sequence_prefixes=tuple(prefixes),
-        job_tokens=tuple(job.num_tokens for job in jobs),
+        job_tokens=tuple(sum(span.length for span in of_job) for of_job in spans_J),
         loss_positions_S=_send(loss_positions_S, device),
         loss_targets_S=_send(targets_T[loss_positions_S], device),
         sequence_targets=tuple(trained_up_to_N.diff(prepend=trained_up_to_N.new_zeros(1)).tolist()),
@@ -284,6 +295,36 @@ def collate(jobs: Sequence[JobRows], device: torch.device | str = "cpu") -> Toke
         references_Q2=_gathered(referring, [job.dataset.references for job in referring], device),
         reference_tails_Q2=_gathered(referring, [job.dataset.reference_tails for job in referring], device),
     )
+
+
+class _Laid(NamedTuple):
+    """Tokens, targets and sequences of a row, as they lie in a batch."""
+
+    input_ids: Tensor
+    targets: Tensor
+    spans: tuple[Span, ...]
+
+
+def _laid(job: JobRows, shares_beginnings: bool) -> Iterator[_Laid]:
+    """The rows of ``job``; arguments as of :func:`collate`."""
+    provider: Tensor | None = None
+    for row in job.rows:
+        found = _Laid(job.dataset.input_ids[row], job.dataset.targets[row], job.dataset.spans[row])
+        if shares_beginnings and len(found.spans) == 1:
+            num_shared = 0 if provider is None else _num_shared(provider, found)
+            if num_shared >= _LEAST_SHARED:
+                span = Span(found.spans[0].length - num_shared, num_shared)
+                yield _Laid(found.input_ids[num_shared:], found.targets[num_shared:], (span,))
+                continue
+            provider = found.input_ids
+        yield found
+
+
+def _num_shared(provider: Tensor, row: _Laid) -> int:
+    """Tokens at the beginning of ``row`` that ``provider`` begins with too and that predict nothing that is trained."""
+    most = min(len(provider), len(row.input_ids) - 1)
+    differs = (provider[:most] != row.input_ids[:most]) | (row.targets[:most] >= 0)
+    return int(differs.int().argmax()) if differs.any() else most
 
 
 def _positions(lengths: Sequence[int], prefixes: Sequence[int], ends_N: Tensor) -> Tensor:

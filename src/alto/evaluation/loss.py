@@ -107,7 +107,7 @@ def micro_batches(
     for jobs in split_into_micro_batches(
         everything, max_tokens_per_pass, split_jobs=True, is_padded=backbone.is_padded
     ):
-        batch = collate(jobs, backbone.device)
+        batch = collate(jobs, backbone.device, shares_beginnings=backbone.shares_beginnings)
         counts = dict(zip(batch.slots, batch.job_tokens, strict=True))
         with served.use(served.schedule([counts.get(slot, 0) for slot in range(len(served))])):
             found_S = compute(backbone, batch)

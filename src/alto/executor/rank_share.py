@@ -74,9 +74,17 @@ class RankShare:
         num_micro_batches = max(self._micro_batches.count(work, split_jobs=split_jobs) for work in of_rank)
         return of_rank[self._ranks.rank], num_micro_batches
 
-    def collate(self, parts: Sequence[JobRows]) -> TokenBatch:
-        """A micro-batch of ``parts``; a dummy batch where this rank has none."""
-        return collate(parts, self._backbone.device) if parts else dummy_batch(self._backbone.device)
+    def collate(self, parts: Sequence[JobRows], *, is_evaluated: bool = False) -> TokenBatch:
+        """A micro-batch of ``parts``; a dummy batch where this rank has none.
+
+        Args:
+            parts: Rows of each job.
+            is_evaluated: Whether no gradient is computed, so that rows may share their beginnings.
+        """
+        if not parts:
+            return dummy_batch(self._backbone.device)
+        shares_beginnings = is_evaluated and self._backbone.shares_beginnings
+        return collate(parts, self._backbone.device, shares_beginnings=shares_beginnings)
 
 
 def slot_of(job: JobState) -> int:

@@ -334,7 +334,7 @@ class Trainer:
 
         def accumulate(parts: Sequence[JobRows]) -> None:
             with watching("evaluation"):
-                batch = self._share.collate(parts)
+                batch = self._share.collate(parts, is_evaluated=True)
                 learners = self._learners([here[local_slot] for local_slot in batch.slots])
                 if kl is not None:
                     indices = [index_of[local_slot] for local_slot in batch.slots]
@@ -381,7 +381,7 @@ class Trainer:
 
         def accumulate(parts: Sequence[JobRows]) -> None:
             with watching("evaluation"):
-                batch = self._share.collate(parts)
+                batch = self._share.collate(parts, is_evaluated=True)
                 # What jobs begin with does not differ from itself.
                 kl_J = torch.zeros(len(batch.slots), dtype=torch.float64, device=self._backbone.device)
                 batch = replace(batch, kl_J=kl_J)
