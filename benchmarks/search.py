@@ -105,9 +105,7 @@ def searches(size: Size, seed: int, model: str, data: Path, folder: Path) -> lis
     """Every system once; Optuna between ALTO's, so that a slow minute hits each of them in some seed."""
     with data.open(encoding="utf-8") as lines:
         splits = carve_rows([json.loads(line) for line in lines], size.rows, seed)
-    for name, rows in zip(("train", "validation", "test"), splits, strict=True):
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
+    write_rows(folder, splits)
     order = [*ALGORITHMS, "optuna"]
     order = order[seed % len(order) :] + order[: seed % len(order)]
     found = []
@@ -120,6 +118,12 @@ def searches(size: Size, seed: int, model: str, data: Path, folder: Path) -> lis
         found.append({"seed": seed, "system": system, "bests": bests, "drift": drift})
         print(f"seed {seed}, {system}: test loss {bests[-1][2]:.4f} after {bests[-1][0]:.0f} s", flush=True)
     return found
+
+
+def write_rows(folder: Path, splits: Sequence[Sequence[Mapping[str, str]]]) -> None:
+    for name, rows in zip(("train", "validation", "test"), splits, strict=True):
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
 
 
 def with_alto(algorithm: str, size: Size, seed: int, model: str, folder: Path) -> tuple[list[Best], float]:
