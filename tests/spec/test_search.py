@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from typing import Any
 
 import pytest
@@ -68,6 +70,8 @@ def test_random_configurations_depend_on_the_seed_of_the_data() -> None:
         ({"budget": {"jobs": 3}}, {}, "search.budget.jobs: expected it with another algorithm than 'grid'"),
         ({"algorithm": "grid", "num_initial_jobs": 3}, {}, "search.num_initial_jobs: .* found 'grid'"),
         ({"algorithm": "random", "num_initial_jobs": 3}, {}, "search.num_initial_jobs: .* found 'random'"),
+        ({"algorithm": "random", "usual_learning_rate": 3e-4}, {}, "search.usual_learning_rate: .* found 'random'"),
+        ({"algorithm": "tpe", "usual_learning_rate": 0}, {}, "search.usual_learning_rate"),
         ("grid", {"space": RANGE}, "search_space.learning_rate should have 'num'"),
         ("tpe", {"space": {"r": [4]}}, "search.algorithm 'tpe' should have several configurations .* found 1"),
         ("pbt", {"early_exit": False}, "search.algorithm 'pbt' should rank its population"),
@@ -79,3 +83,56 @@ def test_random_configurations_depend_on_the_seed_of_the_data() -> None:
 def test_what_is_refused(search: Any, changes: dict[str, Any], said: str) -> None:
     with pytest.raises(SpecError, match=said):
         task(search, **changes)
+
+
+WIDE = {"lr": {"min": 1e-7, "max": 1e-1, "log": True}, "r": [4, 8, 16]}
+
+
+class TestNearTheUsualRate:
+    def drawn(self, space: Any = WIDE, *, rate: float | None = 3e-4, seed: int = 1, num: int = 400) -> list[Any]:
+        usual = {} if rate is None else {"usual_learning_rate": rate}
+        search = {"algorithm": "tpe", "num_initial_jobs": num, "budget": {"jobs": num}, **usual}
+        return [job.values for job in task(search, space, data_seed=seed).jobs]
+
+    def test_three_of_four_rates_are_log_normal_around_it_and_the_others_uniform(self) -> None:
+        found, uniform = self.drawn(), self.drawn(rate=None)
+        assert found[3::4] == uniform[3::4]
+        assert [values["r"] for values in found] == [values["r"] for values in uniform]
+        distances = [math.log(values["learning_rate"] / 3e-4, 3) for values in found]
+        near = [distance for number, distance in enumerate(distances, start=1) if number % 4]
+        assert statistics.mean(near) == pytest.approx(0, abs=0.15)
+        assert statistics.stdev(near) == pytest.approx(1, rel=0.1)
+        within = sum(abs(distance) < math.log(10, 3) for distance in distances) / len(distances)
+        assert 0.75 < within < 0.85, "96 % of three quarters, and a third of the others"
+
+    @pytest.mark.parametrize("rate", [1e-5, 2e-5, 1e-3, 1e-2])
+    def test_they_stay_in_the_range(self, rate: float) -> None:
+        rates = [values["learning_rate"] for values in self.drawn(RANGE, rate=rate)]
+        assert len(set(rates)) == 400
+        assert all(1e-5 <= found <= 1e-2 for found in rates)
+
+    def test_the_same_seed_draws_the_same(self) -> None:
+        assert self.drawn(seed=2) == self.drawn(seed=2) != self.drawn(seed=3)
+        assert self.drawn(num=20) == self.drawn(num=400)[:20]
+
+    def test_a_written_task_has_the_same_jobs(self) -> None:
+        found = task({"algorithm": "tpe", "usual_learning_rate": 3e-4}, WIDE)
+        assert Task(**found.to_dict()).jobs == found.jobs
+        assert found.jobs != task("tpe", WIDE).jobs
+
+    @pytest.mark.parametrize(
+        "rates",
+        [
+            {"min": 1e-6, "max": 1e-4, "log": True},  # without the usual rate
+            {"min": 2e-4, "max": 5e-4, "log": True},  # near everywhere
+            {"min": 1e-5, "max": 1e-2},
+        ],
+    )
+    def test_other_ranges_are_drawn_from_as_they_are(self, rates: Any) -> None:
+        space = {"lr": rates, "r": [4, 8]}
+        assert self.drawn(space, num=20) == self.drawn(space, rate=None, num=20)
+
+    def test_lists_and_pairings_are_drawn_from_as_they_are(self) -> None:
+        rates = {"min": 1e-5, "max": 1e-2, "log": True, "num": 4}
+        for space in (GRID, {"paired": {"lr": rates, "r": [1, 2, 3, 4]}}):
+            assert self.drawn(space, num=4) == self.drawn(space, rate=None, num=4)

@@ -245,23 +245,24 @@ def test_grid_is_the_plain_product(space):
 class TestAuto:
     def test_the_usual_rate_falls_with_the_hidden_size_and_not_with_the_rank(self):
         assert usual_learning_rate(2000) == pytest.approx(5e-4)
-        assert usual_learning_rate(4096) == pytest.approx(2.86e-4, rel=0.01)
+        assert usual_learning_rate(3584) == pytest.approx(3.17e-4, rel=0.01)
         assert usual_learning_rate(128) == pytest.approx(4.28e-3, rel=0.01)
+        assert [usual_learning_rate(size) for size in (4096, 8192, 16384)] == [3e-4] * 3, "it falls no further"
         space = auto_space(4096)
         drawn = list(space.expand(1))
         assert len(drawn) == 5 * 4 * 3
         assert {row["lora_alpha"] for row in drawn} == {32}
-        assert space.to_dict()["learning_rate"]["log"] is True
-        assert all(2.8e-5 < row["learning_rate"] < 2.9e-3 for row in drawn)
+        assert space.to_dict()["learning_rate"] == {"min": 6e-5, "max": 1.5e-3, "log": True, "num": 5}
+        assert all(6e-5 <= row["learning_rate"] <= 1.5e-3 for row in drawn)
 
     def test_a_task_has_ranges_before_the_model_is_known_and_keeps_the_word(self):
         task = Task(model="some/model", dataset="x.jsonl", search_space="auto", search="tpe")
         assert task.to_dict()["search_space"] == "auto"
         assert Task(**task.to_dict()) == task
         resolved = task.replace(search_space=auto_space(4096))
-        assert resolved.to_dict()["search_space"]["learning_rate"]["max"] == pytest.approx(2.86e-3, rel=0.01)
+        assert resolved.to_dict()["search_space"]["learning_rate"]["max"] == 1.5e-3
         assert Task(**resolved.to_dict()) == resolved
-        assert max(job.config.learning_rate for job in resolved.jobs) <= 2.9e-3
+        assert max(job.config.learning_rate for job in resolved.jobs) <= 1.5e-3
 
     def test_what_is_set_beside_it_does_not_vary(self):
         task = Task(model="some/model", dataset="x.jsonl", search_space="auto", r=8, lora_alpha=16)

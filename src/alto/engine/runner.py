@@ -29,7 +29,7 @@ from alto.data import ReadRows, read_task_rows
 from alto.engine.existing_runs import check_refitted
 from alto.engine.objects import borrowing
 from alto.engine.resident_base import ResidentBase
-from alto.engine.start import read_start, with_start, with_targets
+from alto.engine.start import read_start, with_start, with_targets, with_usual_rate
 from alto.errors import AltoError, RunWriteError
 from alto.evaluation import FinalistJudge, PeftCheck, Sampler
 from alto.executor import (
@@ -68,7 +68,6 @@ from alto.runs import (
 from alto.runs.events import NO_SEQ, BaseDescription, MeasuringBegun
 from alto.search import check_installed
 from alto.spec import MixtureSource, Task, read_run_task
-from alto.spec.auto_space import auto_space
 from alto.spec.base_model import quantisation_keys
 from alto.spec.base_objects import BaseObjects
 from alto.spec.cache_home import cache_home
@@ -209,9 +208,8 @@ class TaskRunner:
         backbone = load(
             task.base_model, self.device, self.ranks, gradient_checkpointing=task.gradient_checkpointing is True
         )
-        if task.search_space.is_auto:
-            hidden_size = backbone.model.config.get_text_config().hidden_size
-            task = task.replace(search_space=auto_space(hidden_size, task.fixed))
+        begins = resume_state is None or not resume_state.lines
+        task = with_usual_rate(task, backbone.model.config, begins=begins)
         base = None if resume_state is None else self._checked_base(task, backbone, resume_state)
         data = rows.encode(backbone.tokenizer, limits_of(backbone.model.config))
         layout = rows.layout
@@ -221,7 +219,6 @@ class TaskRunner:
             objective.check(split, [job.config for job in task.jobs])
         scoring = task.select_by
         judge = None if scoring == "metric" else FinalistJudge(rows.validation, backbone, task.model, scoring)
-        begins = resume_state is None or not resume_state.lines
         asked = task.early_exit if begins else None
         task = resolve_early_exit(task, data, begins=begins)
         start = read_start(task, backbone)

@@ -1,10 +1,13 @@
-"""Fills in what a task only refers to: the adapter that its jobs begin with, and PEFT's choice of modules."""
+"""Fills in what a task only refers to: the adapter that its jobs begin with, PEFT's choice of modules, and the usual
+learning rate."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from transformers import PretrainedConfig
 
 from alto.backbone import Backbone, base_differences, base_fingerprint, load_config, resolve_model
 from alto.errors import ModelError, ModelNotFoundError, RunNotFoundError
@@ -13,10 +16,11 @@ from alto.executor import StartAdapter
 from alto.lora import adapter_base_model, default_targets, saved_settings
 from alto.objectives import find_objective
 from alto.spec import PEFT_DEFAULT, Task
+from alto.spec.auto_space import auto_space, usual_learning_rate
 from alto.spec.module_names import targeted_modules
 from alto.spec.search_space import Axis
 
-__all__ = ["read_start", "with_start", "with_targets"]
+__all__ = ["read_start", "with_start", "with_targets", "with_usual_rate"]
 
 _TARGETS = "target_modules"
 
@@ -63,6 +67,23 @@ def with_targets(task: Task) -> Task:
     named = found if isinstance(found, str) else ", ".join(found) or "none beside target_parameters"
     note = f"target_modules: {PEFT_DEFAULT} is {named}, PEFT's choice for models of the type {model_type}."
     return task.replace(**changes).with_note(note)
+
+
+def with_usual_rate(task: Task, config: PretrainedConfig, *, begins: bool) -> Task:
+    """``task`` with the ranges of a search space ``auto``, and with the learning rate near which ``tpe`` begins, where
+    it sets none itself.
+
+    Args:
+        task: The task.
+        config: Configuration of its base model.
+        begins: Whether no job has begun yet. The jobs of a run that is resumed stay as they were drawn.
+    """
+    if task.search_space.is_auto:
+        task = task.replace(search_space=auto_space(config.get_text_config().hidden_size, task.fixed))
+    if task.search.algorithm != "tpe" or task.search.usual_learning_rate is not None or not begins:
+        return task
+    rate = usual_learning_rate(config.get_text_config().hidden_size)
+    return task.replace(search=task.search.replace(usual_learning_rate=float(f"{rate:.3g}")))
 
 
 def _asks_for_default(value: object) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from alto.errors import SpecError, UnknownKeyError
+from alto.spec.auto_space import near_usual_rate
 from alto.spec.job_config import JobConfig
 from alto.spec.method import Method
 from alto.spec.mixture import MIXTURE_WEIGHTS, MixtureSource, ordered
@@ -59,6 +60,8 @@ class Expansion:
         num_jobs = self.search.num_initial(self.space)
         is_grid = self.search.algorithm == "grid"
         configurations = self.space.expand(self.data_seed) if is_grid else self.space.sample(num_jobs, self.data_seed)
+        if self.search.usual_learning_rate is not None:
+            configurations = near_usual_rate(list(configurations), self.space, self.search.usual_learning_rate)
         digits = max(3, len(str(num_jobs - 1)))
         first_with: dict[JobConfig, str] = {}
         jobs = []

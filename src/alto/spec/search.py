@@ -70,6 +70,9 @@ class Search(SpecModel):
             configurations as the search space has.
         num_initial_jobs: Jobs that begin with the task: of ``tpe`` before it learns (default 10, and at most half of
             all), of ``pbt`` the population (default 12).
+        usual_learning_rate: Three of four of the jobs that begin with ``tpe`` have a learning rate near this one, where
+            the search space has a logarithmic range that it is in. The default is what is usual for the base model, and
+            is written into the run's task when that is loaded.
         interval: Share of their steps between two exchanges of a population (``pbt``).
         exchanged: Share of the population that is exchanged each time (``pbt``).
 
@@ -81,6 +84,9 @@ class Search(SpecModel):
     algorithm: Literal["grid", "random", "tpe", "pbt"] = Field(default="grid", description="how they are found")
     budget: Budget = Field(default=Budget(), description="what may be spent")
     num_initial_jobs: int | None = Field(default=None, ge=2, le=10_000, description="jobs that begin with the task")
+    usual_learning_rate: float | None = Field(
+        default=None, gt=0, le=1, description="learning rate near which a search begins"
+    )
     interval: float = Field(default=0.1, ge=0.01, le=0.5, description="share of the steps between two exchanges")
     exchanged: float = Field(default=0.25, gt=0, le=0.5, description="share of the population that is exchanged")
 
@@ -90,6 +96,11 @@ class Search(SpecModel):
             raise ValueError(
                 f"num_initial_jobs: expected it with algorithm tpe or pbt, found {self.algorithm!r}, whose jobs all "
                 "begin with the task. Remove it, or set budget.jobs."
+            )
+        if self.usual_learning_rate is not None and self.algorithm != "tpe":
+            raise ValueError(
+                f"usual_learning_rate: expected it with algorithm tpe, found {self.algorithm!r}, which draws from the "
+                "whole range. Remove it, or set algorithm to tpe."
             )
         if self.budget.jobs is not None and self.algorithm == "grid":
             raise ValueError(
