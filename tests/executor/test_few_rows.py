@@ -14,6 +14,7 @@ from searches import Run, make
 from alto.backbone import Backbone
 from alto.data import EncodedDataset
 from alto.early_exit import audit, evaluation_order, mean_loss, policy_from
+from alto.errors import SpecError
 from alto.executor import resolve_early_exit
 from alto.executor.context import TaskContext
 from alto.executor.planned_job import USUAL_FORWARD_SHARE
@@ -195,6 +196,14 @@ def test_rows_that_begin_alike_have_the_losses_that_they_have_by_themselves(
 def test_elsewhere_all_rows_are_evaluated_at_every_interval(changes: dict[str, object]) -> None:
     task = task_of(**changes)
     assert task.early_exit.evaluations is None
+
+
+@pytest.mark.parametrize("changes", [{"method": "kto"}, {"metric": "reward_accuracy", "method": "dpo"}])
+def test_evaluations_on_some_rows_are_refused_where_they_cannot_be_compared(changes: dict[str, object]) -> None:
+    early_exit = {"evaluations": [[1.0, 12]], "final_evaluations": [2, 12]}
+    task = make(**settings_of(**changes, early_exit=early_exit))
+    with pytest.raises(SpecError, match=r"early_exit\.evaluations: expected metric loss and one of the methods sft"):
+        resolve_early_exit(task, ROWS, begins=True)
 
 
 def test_the_time_of_a_run_is_recorded_by_what_it_was_spent_on(run: Run, tmp_path: Path) -> None:

@@ -255,3 +255,13 @@ def test_values_are_bounded(settings, message) -> None:
     with pytest.raises(SpecError, match=message) as caught:
         EarlyExit(**settings)
     assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("given", "missing"),
+    [({"evaluations": [[1.0, 12]]}, "final_evaluations"), ({"final_evaluations": [2, 12]}, "evaluations")],
+)
+def test_evaluations_and_those_in_the_end_are_given_together(given: dict[str, object], missing: str) -> None:
+    (name,) = given
+    with pytest.raises(SpecError, match=rf"^{name}: expected it together with {missing}, found it alone"):
+        EarlyExit(**given)

@@ -17,6 +17,7 @@ from alto.lora import adapter_base_model, default_targets, saved_settings
 from alto.objectives import find_objective
 from alto.spec import PEFT_DEFAULT, Task
 from alto.spec.auto_space import auto_space, usual_learning_rate
+from alto.spec.method import find_method
 from alto.spec.module_names import targeted_modules
 from alto.spec.search_space import Axis
 
@@ -78,11 +79,12 @@ def with_usual_rate(task: Task, config: PretrainedConfig, *, begins: bool) -> Ta
         config: Configuration of its base model.
         begins: Whether no job has begun yet. The jobs of a run that is resumed stay as they were drawn.
     """
+    hidden_size, compares_replies = config.get_text_config().hidden_size, find_method(task.method).compares_replies
     if task.search_space.is_auto:
-        task = task.replace(search_space=auto_space(config.get_text_config().hidden_size, task.fixed))
+        task = task.replace(search_space=auto_space(hidden_size, task.fixed, compares_replies=compares_replies))
     if task.search.algorithm != "tpe" or task.search.usual_learning_rate is not None or not begins:
         return task
-    rate = usual_learning_rate(config.get_text_config().hidden_size)
+    rate = usual_learning_rate(hidden_size, compares_replies=compares_replies)
     return task.replace(search=task.search.replace(usual_learning_rate=float(f"{rate:.3g}")))
 
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from alto.backbone import router_coefficient
 from alto.data import DataOrder, MixtureOrder, TaskData
 from alto.early_exit import budgeted, evaluation_steps, policy_from
+from alto.errors import SpecError
 from alto.lora import AdapterShape, adapter_shape, check_optimizer
 from alto.search import population_rungs
 from alto.spec import Job, JobConfig, Task
@@ -207,10 +208,18 @@ def resolve_early_exit(task: Task, data: TaskData, *, begins: bool, forward_shar
         data: Its rows, tokenised.
         begins: False for a run that is resumed: it keeps those that it began with.
         forward_share: Time to evaluate a token over the time to train it.
+
+    Raises:
+        SpecError: It sets evaluations that its method or metric cannot compare.
     """
     resolved = resolve_rungs(task, len(data.train), begins=begins)
     if not begins:
         return resolved
+    if task.early_exit.evaluations is not None and not _has_comparable_rows(task):
+        raise SpecError(
+            f"early_exit.evaluations: expected metric loss and one of the methods {', '.join(_WITH_ROW_LOSSES)}, whose "
+            f"losses on some rows can be compared, found {task.metric} and {task.method}. Remove it."
+        )
     has_preset = not task.early_exit.has_own_rungs
     return budget_evaluations(resolved, data, has_preset=has_preset, forward_share=forward_share)
 
@@ -227,8 +236,7 @@ def budget_evaluations(task: Task, data: TaskData, *, has_preset: bool, forward_
     """
     early_exit = task.early_exit
     applies = early_exit.enabled and early_exit.policy == "alto" and early_exit.evaluation_share != "all"
-    is_comparable = task.metric == LOSS and task.method in _WITH_ROW_LOSSES
-    if not applies or not is_comparable or early_exit.evaluations is not None or not data.has_validation:
+    if not applies or not _has_comparable_rows(task) or early_exit.evaluations is not None or not data.has_validation:
         return task
     num_rows = len(data.train)
     samples = statistics.fmean(
@@ -247,6 +255,11 @@ def budget_evaluations(task: Task, data: TaskData, *, has_preset: bool, forward_
         drops_rungs=has_preset and task.search.algorithm != "pbt" and not has_scored_rungs,
     )
     return task.replace(early_exit=early_exit)
+
+
+def _has_comparable_rows(task: Task) -> bool:
+    """Whether evaluations on some of the rows can be compared by the rows that they have in common."""
+    return task.metric == LOSS and task.method in _WITH_ROW_LOSSES
 
 
 def may_fit_rungs(task: Task) -> bool:

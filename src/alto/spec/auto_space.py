@@ -6,7 +6,8 @@ hardly depends on the rank, and falls with the hidden size as ``5e-4 * (2000 / h
 models. The cookbook's later sweeps find the best rate of 34 models out of 34, with hidden sizes of 2,048 to more than
 8,192, between 3e-4 and 1e-3: it hardly falls further, so that the usual rate is never below 3e-4. arXiv:2602.06204
 derives why: with ``lora_alpha`` fixed, so that the scale falls as ``1 / r``, the best rate does not change with the
-rank; with ``lora_alpha`` in proportion to it, it falls as ``1 / r``.
+rank; with ``lora_alpha`` in proportion to it, it falls as ``1 / r``. Methods that learn which replies are better take a
+tenth: TRL's examples of DPO with LoRA train at 5e-6 to 5e-5.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ AUTO = "auto"
 
 _REFERENCE_RATE, _REFERENCE_SIZE, _EXPONENT = 5e-4, 2000, 0.781
 _LEAST_RATE = 3e-4
+_SHARE_OF_PREFERENCES = 0.1
 _FACTOR = 5.0
 _RANKS = (8, 16, 32, 64)
 _BATCH_SIZES = (2, 4, 8)
@@ -36,19 +38,28 @@ _UNMOVED = 4
 _LEAST_SHARE = 1e-9
 
 
-def usual_learning_rate(hidden_size: int) -> float:
-    """Return the learning rate that is usually good for a base model of ``hidden_size``, for any rank."""
-    return max(_LEAST_RATE, _REFERENCE_RATE * math.pow(_REFERENCE_SIZE / hidden_size, _EXPONENT))
+def usual_learning_rate(hidden_size: int, *, compares_replies: bool = False) -> float:
+    """Return the learning rate that is usually good for a base model of ``hidden_size``, for any rank.
+
+    Args:
+        hidden_size: Of the base model.
+        compares_replies: Whether the method learns which replies are better.
+    """
+    rate = max(_LEAST_RATE, _REFERENCE_RATE * math.pow(_REFERENCE_SIZE / hidden_size, _EXPONENT))
+    return _SHARE_OF_PREFERENCES * rate if compares_replies else rate
 
 
-def auto_space(hidden_size: int | None = None, fixed: Collection[str] = ()) -> SearchSpace:
+def auto_space(
+    hidden_size: int | None = None, fixed: Collection[str] = (), *, compares_replies: bool = False
+) -> SearchSpace:
     """Learning rates up to five times above and below the usual one, ranks and batch sizes.
 
     Args:
         hidden_size: Of the base model; None where it is not known yet: then the ranges are those of 2,000.
         fixed: Fields that the task sets for all jobs; they do not vary.
+        compares_replies: Whether the method learns which replies are better.
     """
-    usual = usual_learning_rate(hidden_size or _REFERENCE_SIZE)
+    usual = usual_learning_rate(hidden_size or _REFERENCE_SIZE, compares_replies=compares_replies)
     # Rounded, as it is written into files.
     least, most = (float(f"{rate:.3g}") for rate in (usual / _FACTOR, usual * _FACTOR))
     rates = Sampled(min=least, max=most, log=True, num=_NUM_RATES, is_integer=False)

@@ -201,6 +201,18 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
         return numbers
 
     @model_validator(mode="after")
+    def _check_evaluations_together(self) -> EarlyExit:
+        if (self.evaluations is None) != (self.final_evaluations is None):
+            given, missing = "evaluations", "final_evaluations"
+            if self.evaluations is None:
+                given, missing = missing, given
+            raise ValueError(
+                f"{given}: expected it together with {missing}, found it alone. Give both, or remove it: "
+                "evaluation_share decides."
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_finish(self) -> EarlyExit:
         given = self._given_rungs
         # The rungs of a preset after the finish are left out; those that a user sets are all used.
