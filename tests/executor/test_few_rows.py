@@ -22,7 +22,7 @@ SPACE = {"lr": [1e-4, 3e-4, 1e-3, 3e-3], "r": [2, 4], "batch_size": [4]}
 
 
 def task_of(**changes: object) -> Task:
-    settings = {"search": {"algorithm": "grid"}, "search_space": SPACE, "num_train_epochs": 6, "eval_steps": 0.05}
+    settings = {"search": {"algorithm": "grid"}, "search_space": SPACE, "num_train_epochs": 8, "eval_steps": 0.05}
     task = make(**{**settings, **changes})
     return budget_evaluations(resolve_rungs(task, len(ROWS.train)), ROWS, has_preset=True)
 
