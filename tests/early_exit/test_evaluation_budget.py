@@ -83,7 +83,7 @@ def test_a_rung_that_costs_more_than_it_saves_is_left_out_and_the_next_keeps_as_
     settings = EarlyExit().resolved()
     found = budgeted(settings, num_jobs=12, num_rows=32, row_cost=0.4 / 128, every=0.05)
     kept = [rung.progress for rung in found.selection_rungs]
-    assert kept == [0.05, 0.1, 0.2, 0.5], (
+    assert kept == [0.05, 0.1, 0.25, 0.6], (
         "12 evaluations on 6 rows take longer than 4 jobs take for 1.5 % of their steps"
     )
     usual = {
@@ -96,6 +96,21 @@ def test_a_rung_that_costs_more_than_it_saves_is_left_out_and_the_next_keeps_as_
     assert found_places == {progress: usual[progress] for progress in kept}
     own = budgeted(settings, num_jobs=12, num_rows=32, row_cost=0.4 / 128, every=0.05, drops_rungs=False)
     assert own.selection_rungs == settings.selection_rungs
+
+
+def test_at_a_rung_that_few_jobs_reach_they_are_told_apart_on_more_rows() -> None:
+    costs = {"num_rows": 64, "row_cost": 0.4 / 128, "every": 0.05, "drops_rungs": False}
+    settings = EarlyExit().resolved()
+    rungs = [rung.progress for rung in settings.selection_rungs]
+
+    def rows_at_rungs(num_jobs: int, **changes: bool) -> list[int]:
+        found = budgeted(settings, num_jobs=num_jobs, **costs, **changes).evaluations
+        assert found is not None
+        return [dict(found)[progress] for progress in rungs]
+
+    assert rows_at_rungs(60) == [6, 6, 16, 16, 16, 16], "60, 10, 8, 5, 3 and 2 jobs reach them"
+    assert rows_at_rungs(8) == [16] * 6
+    assert rows_at_rungs(60, are_pairs=True) == [32] * 6
 
 
 def test_where_no_rung_pays_none_is_left_and_the_settings_stay_valid() -> None:

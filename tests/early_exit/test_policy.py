@@ -25,8 +25,8 @@ def test_alto_is_the_default() -> None:
         rules=(Divergence(window=2, divergence_patience=2, tau_slope=0.001), OverfittingUpturn(overfitting_patience=2)),
         rungs=(
             Rung(progress=0.01, keep=1 / 6, min_kept=8),
-            *(Rung(progress=at, keep=0.5, min_kept=kept) for at, kept in ((0.025, 8), (0.05, 5), (0.1, 3), (0.2, 2))),
-            Rung(progress=0.5, keep=1.0, max_kept=1),
+            *(Rung(progress=at, keep=0.5, min_kept=kept) for at, kept in ((0.025, 8), (0.05, 5), (0.1, 3), (0.25, 2))),
+            Rung(progress=0.6, keep=1.0, max_kept=1),
         ),
         equal_shares=True,
     )
@@ -108,12 +108,12 @@ def test_places_of_the_paper_are_a_share_of_those_ranked_at_the_rung() -> None:
     ("num_configurations", "ending"),
     [
         (1, []),
-        (2, [0.5]),
-        (3, [0.2, 0.5]),
-        (6, [0.05, 0.1, 0.2, 0.5]),
-        (8, [0.05, 0.1, 0.2, 0.5]),
-        (9, [0.01, 0.05, 0.1, 0.2, 0.5]),
-        (96, [0.01, 0.025, 0.05, 0.1, 0.2, 0.5]),
+        (2, [0.6]),
+        (3, [0.25, 0.6]),
+        (6, [0.05, 0.1, 0.25, 0.6]),
+        (8, [0.05, 0.1, 0.25, 0.6]),
+        (9, [0.01, 0.05, 0.1, 0.25, 0.6]),
+        (96, [0.01, 0.025, 0.05, 0.1, 0.25, 0.6]),
     ],
 )
 def test_rungs_with_a_place_for_every_job_end_none(num_configurations: int, ending: list[float]) -> None:

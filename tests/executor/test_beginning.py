@@ -18,13 +18,14 @@ NUM_ROWS = 24
 @pytest.mark.parametrize(
     ("space", "early_exit", "is_noted"),
     [
-        ({"lr": [1e-3]}, {"rungs": [[0.1, 0.5]]}, False),
-        ({"lr": [1e-3, 1e-2], "seed": SEEDS}, {"rungs": [[0.1, 0.5]], "min_kept": 2}, False),  # it ends none of 2
-        ({"lr": [1e-3, 2e-3, 1e-2], "r": [1, 2]}, {"rungs": [[0.1, 0.5]]}, True),
+        ({"lr": [1e-3]}, {"rungs": [[0.1, 0.5], [0.15, 0.5]]}, False),
+        ({"lr": [1e-3, 1e-2], "seed": SEEDS}, {"rungs": [[0.1, 0.5], [0.15, 0.5]], "min_kept": 2}, False),  # none of 2
+        ({"lr": [1e-3, 2e-3, 1e-2], "r": [1, 2]}, {"rungs": [[0.1, 0.5], [0.15, 0.5]]}, True),
+        ({"lr": [1e-3, 2e-3, 1e-2], "r": [1, 2]}, {"rungs": [[0.1, 0.5]]}, False),  # no other at its step
         ({"lr": [1e-3, 2e-3, 1e-2], "r": [1, 2]}, {}, False),  # the preset fits itself to the steps
     ],
 )
-def test_few_steps_are_noted_where_a_user_s_rung_on_the_first_one_ends_jobs(
+def test_few_steps_are_noted_where_a_user_s_rungs_on_one_step_end_jobs(
     space: dict[str, Any], early_exit: dict[str, Any], is_noted: bool, tmp_path: Path
 ) -> None:
     task = make_task(tmp_path, num_train_epochs=2, search_space=space, early_exit=early_exit)
@@ -33,4 +34,6 @@ def test_few_steps_are_noted_where_a_user_s_rung_on_the_first_one_ends_jobs(
     started, *later = read_journal(run.root)
     assert ("have so few steps (the shortest 6)" in " ".join(started["notes"])) is is_noted
     ends = [event["step"] for event in later if event["event"] == "job_exited"]
-    assert early_exit or min(ends) == 2, "rungs at the second and third step"
+    assert early_exit or min(ends) == 2, (
+        "rungs at the first, second and fourth step; the first has a place for every job"
+    )

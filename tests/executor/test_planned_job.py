@@ -28,22 +28,22 @@ def test_a_run_that_an_earlier_version_began_selects_as_it_did() -> None:
 
 
 def test_without_a_rise_the_rungs_of_the_preset_stay() -> None:
-    assert [progress for progress, _ in rungs_of(7200)] == [0.01, 0.025, 0.05, 0.1, 0.2, 0.5]
+    assert [progress for progress, _ in rungs_of(7200)] == [0.01, 0.025, 0.05, 0.1, 0.25, 0.6]
 
 
 def test_the_longest_rise_of_all_jobs_counts() -> None:
     """720 rows are 720 steps of batch size 1 and 90 of 8: 18 steps are 2.5 % and a fifth, whose quarter is 5 %."""
     found = rungs_of(warmup_steps=18, search_space={"batch_size": [1, 8]})
-    assert found == [(0.05, pytest.approx(1 / 6 / 4)), (0.1, 0.5), (0.2, 0.5), (0.5, 1.0)]
+    assert found == [(0.05, pytest.approx(1 / 6 / 4)), (0.1, 0.5), (0.25, 0.5), (0.6, 1.0)]
 
 
 def test_a_rise_that_never_ends_leaves_two_rungs() -> None:
-    assert [progress for progress, _ in rungs_of(warmup_steps=100, batch_size=8)] == [0.25, 0.5]
+    assert [progress for progress, _ in rungs_of(warmup_steps=100, batch_size=8)] == [0.25, 0.6]
 
 
 def test_the_preset_fits_itself_to_the_job_with_the_fewest_steps() -> None:
     """72 rows are 72 steps of batch size 1 and 12 of 6."""
-    assert [at for at, _ in rungs_of(72, search_space={"batch_size": [1, 6]})] == [2 / 12, 0.2, 0.5]
+    assert [at for at, _ in rungs_of(72, search_space={"batch_size": [1, 6]})] == [0.01, 0.1, 0.25, 0.6]
 
 
 def test_rungs_at_which_answers_are_scored_stay() -> None:
@@ -66,5 +66,5 @@ def test_rungs_of_a_user_and_of_the_paper_stay() -> None:
 
 def test_where_answers_choose_all_finalists_train_to_their_end() -> None:
     asked = {"select_by": "eval_accuracy", "search_space": {"lr": [1e-3, 1e-4]}}
-    assert [progress for progress, _ in rungs_of(7200, **asked)] == [0.01, 0.025, 0.05, 0.1, 0.2]
+    assert [progress for progress, _ in rungs_of(7200, **asked)] == [0.01, 0.025, 0.05, 0.1, 0.25]
     assert rungs_of(7200, **asked, early_exit={"finish_from": 0.5})[-1] == (0.5, 1.0)

@@ -35,7 +35,7 @@ def test_the_words_of_earlier_versions_stay(word: str, tmp_path: Path) -> None:
         {"scorer": "multiple_choice", "num_rows": 100},
         {**PYTHON, "timeout_s": 2.5, "max_new_tokens": 64},
         {**HTTP, "headers_env": "JUDGE_HEADERS", "rows_per_request": 4},
-        {**PYTHON, "at": [0.1, 0.5]},
+        {**PYTHON, "at": [0.1, 0.6]},
         {"scorer": "exact", "ignore_case": True},
         {"scorer": "json", "keys": ["total", "city.name"]},
         {"scorer": "regex", "pattern": r"Answer: (\w)", "ignore_case": True},
@@ -118,8 +118,8 @@ def test_an_address_is_shown_without_what_may_be_a_key(end: str) -> None:
         ({**PYTHON, "at": [0.2, 0.1]}, "select_by.at should rise from rung to rung"),
         ({**PYTHON, "at": [0.1, 0.1]}, "select_by.at should rise from rung to rung"),
         (
-            {**PYTHON, "at": [0.2, 0.3]},
-            r"should be rungs of early_exit \(0.01, 0.025, 0.05, 0.1, 0.2, 0.5\), found 0.3",
+            {**PYTHON, "at": [0.25, 0.3]},
+            r"should be rungs of early_exit \(0.01, 0.025, 0.05, 0.1, 0.25, 0.6\), found 0.3",
         ),
     ],
 )

@@ -106,7 +106,8 @@ def _warmup_notes(rungs: Sequence[Rung], longest: float) -> tuple[str, ...]:
 
 
 def _hasty_notes(rungs: Sequence[Rung], steps: Sequence[int]) -> tuple[str, ...]:
-    reached = [tuple(rung_step(rung, total) for rung in rungs) for total in steps]
+    ranking = [rung for rung in rungs if rung.max_kept is None]
+    reached = [tuple(rung_step(rung, total) for rung in ranking) for total in steps]
     hasty = sum(len(set(at)) < len(at) for at in reached)
     if not hasty:
         return ()

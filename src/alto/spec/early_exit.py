@@ -336,9 +336,9 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
         """
         halving, select, earliest = self._halving, self.select, EARLIEST_IN_WARMUP * lr_warmup
         is_finish_before = self.finish_from is not None and self.finish_from < 1 and self.finish_from <= earliest
-        if self._given_rungs is None and not is_finish_before:
+        if self._given_rungs is None:
             select = select and min(steps, default=LEAST_RANKED_STEPS) >= LEAST_RANKED_STEPS
-            halving = no_earlier(halving, earliest, steps)
+            halving = halving if is_finish_before else no_earlier(halving, earliest, steps)
         return self.replace(
             rungs=halving.rungs,
             min_kept=halving.min_kept,

@@ -100,24 +100,25 @@ def no_earlier(halving: Preset, earliest: float, steps: Collection[int]) -> Pres
     """Return the same selection, no earlier than at the share ``earliest``: rungs up to it become one there.
 
     Of rungs at one step of a job the first stays, with its ``min_kept`` and the share that the last of them would keep.
-    The point from which only the best job continues takes the place of a rung at its step.
+    The point from which only the best job continues takes the place of a rung at its step, but not of the only one.
     """
-    # The point from which only the best job continues is a rung that keeps at least one.
-    finish = [] if halving.finish_from is None else [(halving.finish_from, 1.0, 1)]
-    rungs = [(*rung, min_kept) for rung, min_kept in zip(halving.rungs, halving.min_kept, strict=True)]
+
+    def is_one_step(one: float, other: float) -> bool:
+        return any(ceil_share(one, total) == ceil_share(other, total) for total in steps)
+
     found: list[tuple[float, float, int]] = []
-    for progress, keep, min_kept in (*rungs, *finish):
+    for (progress, keep), min_kept in zip(halving.rungs, halving.min_kept, strict=True):
         at = max(progress, earliest)
-        is_same = bool(found) and found[-1][0] == at
-        if is_same or (found and any(ceil_share(found[-1][0], n) == ceil_share(at, n) for n in steps)):
-            before, keep_before, min_kept_before = found.pop()
+        if found and found[-1][0] == at:
+            keep *= found.pop()[1]
+        elif found and is_one_step(found[-1][0], at):
+            at, keep_before, min_kept = found.pop()
             keep *= keep_before
-            if not is_same and progress != halving.finish_from:
-                at, min_kept = before, min_kept_before
         found.append((at, keep, min_kept))
-    finish_from = found.pop()[0] if finish and len(found) > 1 else None
+    if halving.finish_from is not None and len(found) > 1 and is_one_step(found[-1][0], halving.finish_from):
+        found.pop()
     return Preset(
         rungs=tuple((at, keep) for at, keep, _ in found),
         min_kept=tuple(min_kept for _, _, min_kept in found),
-        finish_from=finish_from,
+        finish_from=halving.finish_from,
     )

@@ -102,7 +102,7 @@ class Scoring(SpecModel):
         if not is_list or not all(isinstance(share, float) and 0 < share < 1 for share in shares):
             raise ValueError(
                 f"should be 'finalists', or a list of rungs (shares of the steps above 0 and below 1), found "
-                f"{quoted(at)}. Write for example [0.1, 0.2]."
+                f"{quoted(at)}. Write for example [0.1, 0.25]."
             )
         if any(later <= earlier for earlier, later in itertools.pairwise(shares)):
             raise ValueError(f"should rise from rung to rung, found {quoted(at)}. Order the rungs and give each once.")
