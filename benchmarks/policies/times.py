@@ -144,7 +144,7 @@ def outcome(name: str, recording: Recording, policy: str, ratio: float, seed: in
     if policy == "default":
         settings = budgeted(
             settings,
-            num_jobs=len(recording.jobs),
+            steps=[job.total_steps for job in recording.jobs],
             num_rows=num_rows,
             row_cost=row_cost,
             every=0.05,

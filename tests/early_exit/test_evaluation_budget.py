@@ -47,7 +47,7 @@ def test_evaluations_take_the_share_of_training_that_they_may(
 ) -> None:
     settings = EarlyExit(preset=preset, evaluation_share=share).resolved()
     row_cost = cost_of_all / num_rows
-    found = budgeted(settings, num_jobs=num_jobs, num_rows=num_rows, row_cost=row_cost, every=0.05)
+    found = budgeted(settings, steps=[100_000] * num_jobs, num_rows=num_rows, row_cost=row_cost, every=0.05)
     training, evaluating = spent(found, num_jobs, row_cost)
     rungs = found.selection_rungs if found.select else ()
     arrivals = (num_jobs, *(places_at(rungs, index, num_jobs) for index in range(len(rungs))))
@@ -57,9 +57,11 @@ def test_evaluations_take_the_share_of_training_that_they_may(
     assert found.final_evaluations is not None
     count, rows = found.final_evaluations
     paid = SHARE_AT_END * share * training / row_cost
-    assert rows == pytest.approx(min(max(paid, LEAST_ROWS), num_rows), abs=1)
+    if num_rows * row_cost <= share * training * (1 - 1e-6):
+        assert rows == num_rows, "one job is measured on all rows where its share of all evaluations pays for that"
+    elif num_rows * row_cost > share * training * (1 + 1e-6):
+        assert rows == pytest.approx(min(max(paid, LEAST_ROWS), num_rows), abs=1)
     assert count == min(max(1, int(paid / rows + 1e-9)), MOST_MEASURED)
-    assert count * rows * row_cost <= max(SHARE_AT_END * share * training, LEAST_ROWS * row_cost) * (1 + 1e-9)
     assert found.evaluations is not None
     assert found.evaluations[-1][0] == 1.0
     assert all(later > earlier for (earlier, _), (later, _) in itertools.pairwise(found.evaluations))
@@ -68,7 +70,7 @@ def test_evaluations_take_the_share_of_training_that_they_may(
 
 def test_where_all_rows_cost_little_all_are_evaluated_as_often_as_the_task_asks_for() -> None:
     settings = EarlyExit().resolved()
-    found = budgeted(settings, num_jobs=200, num_rows=10, row_cost=1e-6, every=0.05)
+    found = budgeted(settings, steps=[100_000] * 200, num_rows=10, row_cost=1e-6, every=0.05)
     assert found.selection_rungs == settings.selection_rungs
     rungs = (0.01, 0.025, 0.05, 0.1, 0.25, 0.6)
     assert found.evaluations is not None
@@ -81,11 +83,9 @@ def test_where_all_rows_cost_little_all_are_evaluated_as_often_as_the_task_asks_
 
 def test_a_rung_that_costs_more_than_it_saves_is_left_out_and_the_next_keeps_as_many_as_before() -> None:
     settings = EarlyExit().resolved()
-    found = budgeted(settings, num_jobs=12, num_rows=32, row_cost=0.4 / 128, every=0.05)
+    found = budgeted(settings, steps=[100_000] * 12, num_rows=32, row_cost=0.4 / 128, every=0.05)
     kept = [rung.progress for rung in found.selection_rungs]
-    assert kept == [0.05, 0.1, 0.25, 0.6], (
-        "12 evaluations on 6 rows take longer than 4 jobs take for 1.5 % of their steps"
-    )
+    assert kept == [0.01, 0.05, 0.1, 0.25, 0.6], "the rung at 2.5 % ends none of the 8 jobs that reach it"
     usual = {
         rung.progress: places_at(settings.selection_rungs, index, 12)
         for index, rung in enumerate(settings.selection_rungs)
@@ -94,27 +94,62 @@ def test_a_rung_that_costs_more_than_it_saves_is_left_out_and_the_next_keeps_as_
         rung.progress: places_at(found.selection_rungs, index, 12) for index, rung in enumerate(found.selection_rungs)
     }
     assert found_places == {progress: usual[progress] for progress in kept}
-    own = budgeted(settings, num_jobs=12, num_rows=32, row_cost=0.4 / 128, every=0.05, drops_rungs=False)
+    dear = budgeted(settings, steps=[100_000] * 12, num_rows=32, row_cost=0.01, every=0.05)
+    assert [rung.progress for rung in dear.selection_rungs] == [0.05, 0.1, 0.25, 0.6]
+    own = budgeted(settings, steps=[100_000] * 12, num_rows=32, row_cost=0.4 / 128, every=0.05, drops_rungs=False)
     assert own.selection_rungs == settings.selection_rungs
 
 
 def test_at_a_rung_that_few_jobs_reach_they_are_told_apart_on_more_rows() -> None:
-    costs = {"num_rows": 64, "row_cost": 0.4 / 128, "every": 0.05, "drops_rungs": False}
+    costs = {"num_rows": 64, "every": 0.05, "drops_rungs": False}
     settings = EarlyExit().resolved()
     rungs = [rung.progress for rung in settings.selection_rungs]
 
-    def rows_at_rungs(num_jobs: int, **changes: bool) -> list[int]:
-        found = budgeted(settings, num_jobs=num_jobs, **costs, **changes).evaluations
+    def rows_at_rungs(num_jobs: int, row_cost: float = 0.4 / 128, **changes: bool) -> list[int]:
+        found = budgeted(settings, steps=[100_000] * num_jobs, row_cost=row_cost, **costs, **changes).evaluations
         assert found is not None
         return [dict(found)[progress] for progress in rungs]
 
-    assert rows_at_rungs(60) == [6, 6, 16, 16, 16, 16], "60, 10, 8, 5, 3 and 2 jobs reach them"
-    assert rows_at_rungs(8) == [16] * 6
+    assert rows_at_rungs(60) == [6, 6, 6, 6, 16, 16], "60, 10, 8, 5, 3 and 2 jobs reach them"
+    assert rows_at_rungs(60, row_cost=0.4 / 1000) == [6, 6, 16, 16, 45, 64]
+    assert rows_at_rungs(8, row_cost=0.4 / 1000) == [10, 15, 16, 16, 45, 64]
     assert rows_at_rungs(60, are_pairs=True) == [32] * 6
 
 
+def test_of_all_choices_of_rungs_the_one_with_the_least_time_stays() -> None:
+    """By the time of every choice on its own, without evaluations that jobs at one step have in common."""
+    settings, row_cost, steps = EarlyExit().resolved(), 0.4 / 128, [1000, 2000, 4000, 500] * 4
+    found = budgeted(settings, steps=steps, num_rows=32, row_cost=row_cost, every=0.05)
+    kept = [rung.progress for rung in found.selection_rungs]
+    progress = [rung.progress for rung in settings.selection_rungs]
+    places = dict(zip(progress, (places_at(settings.selection_rungs, at, 16) for at in range(6)), strict=True))
+
+    def time(chosen: tuple[float, ...]) -> float:
+        total, left, before = 0.0, 16, 0.0
+        for at in chosen:
+            trained = at - before
+            least = max(6, min(16, int(0.4 * trained / row_cost))) if left <= 8 else 6
+            rows = min(max(int(0.12 * trained / row_cost), least), 32)
+            total += left * (at - before + rows * row_cost)
+            left, before = places[at], at
+        return total + left * (1 - before)
+
+    choices = [choice for count in range(7) for choice in itertools.combinations(progress, count)]
+    assert time(tuple(kept)) == pytest.approx(min(map(time, choices)), rel=0.01)
+    assert len(kept) < 6
+
+
+def test_jobs_that_stand_at_one_step_at_two_rungs_are_evaluated_there_once() -> None:
+    settings = EarlyExit().resolved()
+    found = budgeted(settings, steps=[16] * 12, num_rows=32, row_cost=0.003, every=0.05)
+    at = [rung.progress for rung in found.selection_rungs]
+    assert {0.01, 0.025, 0.05} & set(at)
+    assert 0.1 in at
+    assert places_at(found.selection_rungs, at.index(0.1) - 1, 12) == 5, "after the first of 16 steps, 6 %"
+
+
 def test_where_no_rung_pays_none_is_left_and_the_settings_stay_valid() -> None:
-    found = budgeted(EarlyExit().resolved(), num_jobs=2, num_rows=32, row_cost=10.0, every=0.05)
+    found = budgeted(EarlyExit().resolved(), steps=[100_000] * 2, num_rows=32, row_cost=10.0, every=0.05)
     assert not found.select
     assert found.evaluations == ((1.0, LEAST_ROWS),)
     assert EarlyExit.of_run(found.model_dump(mode="json")) == found

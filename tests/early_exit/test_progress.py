@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-import re
 from fractions import Fraction
 
 import pytest
@@ -70,16 +69,6 @@ def test_every_is_checked(every: float) -> None:
         evaluation_steps(10, every, ())
 
 
-def test_rungs_that_fall_on_one_another_are_noted() -> None:
-    rungs = (Rung(progress=0.025, keep=0.5), Rung(progress=0.05, keep=0.2))
-    assert rung_notes(rungs, [15, 400, 20, 21]) == (
-        "2 of 4 jobs have so few steps (the shortest 15) that rungs fall on one another; use later rungs, for example "
-        "early_exit: {rungs: [[0.25, 0.5]]}.",
-    )
-    assert rung_notes(rungs, [21, 400]) == ()
-    assert rung_notes((), [1]) == ()
-
-
 @pytest.mark.parametrize(
     ("first", "rise", "note"),
     [
@@ -92,33 +81,6 @@ def test_rungs_that_fall_on_one_another_are_noted() -> None:
     ],
 )
 def test_rungs_and_the_rise_of_a_learning_rate_are_noted(first: float, rise: float, note: str | None) -> None:
-    found = rung_notes((Rung(progress=first, keep=0.5),), [400, 400], [0.0, rise])
+    found = rung_notes((Rung(progress=first, keep=0.5),), [0.0, rise])
     assert len(found) == (note is not None)
     assert note is None or note in found[0]
-
-
-def test_two_rungs_on_one_later_step_are_noted() -> None:
-    (note,) = rung_notes((Rung(progress=0.49, keep=0.5), Rung(progress=0.5, keep=0.5)), [4])
-    assert note.startswith("1 of 1 jobs have so few steps (the shortest 4) that rungs fall on one another; ")
-
-
-@pytest.mark.parametrize("steps", [1, 2, 3, 20])
-def test_one_rung_on_the_first_step_is_not_noted(steps) -> None:
-    rungs = (Rung(progress=0.01, keep=0.5), Rung(progress=0.6, keep=0.5))
-    assert rung_notes(rungs[:1], [steps, 400]) == ()
-    assert bool(rung_notes(rungs, [steps, 400])) == (steps == 1)
-
-
-@pytest.mark.parametrize("steps", range(3, 30))
-def test_the_remedy_of_the_note_about_few_steps_ends_it(steps) -> None:
-    early = [Rung(progress=0.01, keep=0.5), Rung(progress=0.02, keep=0.5)]
-    (note,) = rung_notes(early, [steps, 400])
-    share, keep = re.search(r"early_exit: {rungs: \[\[([\d.]+), ([\d.]+)\]\]}\.$", note).groups()
-    late = Rung(progress=float(share), keep=float(keep))
-    assert rung_notes([late], [steps, 400]) == ()
-    assert rung_step(late, steps) > 1
-
-
-def test_jobs_that_end_before_they_can_be_ranked_are_told_not_to_be() -> None:
-    (note,) = rung_notes([Rung(progress=0.01, keep=0.5), Rung(progress=0.02, keep=0.5)], [2, 400])
-    assert note.endswith("; set early_exit: {select: false}.")

@@ -10,7 +10,7 @@ from alto.early_exit.common_rows import on_scale_of
 from alto.errors import SpecError
 from alto.records import LossPoint, Rung, StartValue
 from alto.spec.metric import LEAST_SCORE
-from alto.spec.rungs import EARLIEST_IN_WARMUP, LEAST_RANKED_STEPS, ceil_share, rung_step
+from alto.spec.rungs import EARLIEST_IN_WARMUP, ceil_share, rung_step
 
 __all__ = ["evaluation_steps", "point_at_share", "rung_notes"]
 
@@ -72,27 +72,18 @@ def _between(old: float, new: float, share: float) -> float:
     return old + share * (new - old)
 
 
-def rung_notes(
-    rungs: Sequence[Rung], total_steps: Iterable[int], lr_warmup_shares: Iterable[float] = ()
-) -> tuple[str, ...]:
-    """Notices where jobs have too few steps for their rungs, or rungs come early in the longest learning-rate
-    warmup.
+def rung_notes(rungs: Sequence[Rung], lr_warmup_shares: Iterable[float] = ()) -> tuple[str, ...]:
+    """Notices where rungs come early in the longest learning-rate warmup.
 
     Args:
         rungs: Rungs of the task that may end a job.
-        total_steps: Steps of every job.
         lr_warmup_shares: Share of its steps in which the learning rate of every job rises.
     """
-    steps = list(total_steps)
-    if not rungs or not steps:
+    longest = max(lr_warmup_shares, default=0.0)
+    earliest = EARLIEST_IN_WARMUP * longest
+    if not rungs or longest <= 0 or rungs[0].progress > earliest:
         return ()
-    return (*_hasty_notes(rungs, steps), *_warmup_notes(rungs, max(lr_warmup_shares, default=0.0)))
-
-
-def _warmup_notes(rungs: Sequence[Rung], longest: float) -> tuple[str, ...]:
-    first, earliest = rungs[0].progress, EARLIEST_IN_WARMUP * longest
-    if longest <= 0 or first > earliest:
-        return ()
+    first = rungs[0].progress
     rises = f"The learning rate of a job rises for {100 * longest:.3g} % of its steps"
     if first == earliest:
         return (
@@ -103,27 +94,6 @@ def _warmup_notes(rungs: Sequence[Rung], longest: float) -> tuple[str, ...]:
         f"{rises}, and the rung at {100 * first:.3g} % ranks it before a quarter of that; use a later rung, or give "
         "all jobs the same rise.",
     )
-
-
-def _hasty_notes(rungs: Sequence[Rung], steps: Sequence[int]) -> tuple[str, ...]:
-    ranking = [rung for rung in rungs if rung.max_kept is None]
-    reached = [tuple(rung_step(rung, total) for rung in ranking) for total in steps]
-    hasty = sum(len(set(at)) < len(at) for at in reached)
-    if not hasty:
-        return ()
-    shortest = min(steps)
-    remedy = f"use later rungs, for example early_exit: {{rungs: [[{_late_share(shortest)}, 0.5]]}}"
-    if shortest < LEAST_RANKED_STEPS:
-        remedy = "set early_exit: {select: false}"
-    return (
-        f"{hasty} of {len(steps)} jobs have so few steps (the shortest {shortest}) that rungs fall on one another; "
-        f"{remedy}.",
-    )
-
-
-def _late_share(steps: int) -> float:
-    """The share of a rung that lies behind the first of ``steps`` steps."""
-    return 0.25 if ceil_share(0.25, steps) > 1 else 0.5
 
 
 def evaluation_steps(total_steps: int, every: float, rungs: Iterable[Rung]) -> tuple[int, ...]:

@@ -204,7 +204,7 @@ def _rung_notes(state: TaskState) -> tuple[str, ...]:
     if task.search.algorithm == "grid":  # others add jobs, so that any rung may end some
         rungs = policy.ending_rungs(len({task.repetitions.get(job, job) for job in state.jobs}))
     rises = [job.config.lr_warmup_share(job.total_steps) for job in jobs]
-    return rung_notes(rungs, [job.total_steps for job in jobs], rises)
+    return rung_notes(rungs, rises)
 
 
 def _profile(forecast: TaskPlan) -> ProfileMeasured:

@@ -171,7 +171,7 @@ def _adapter_settings(config: JobConfig) -> tuple[object, ...]:
 def resolve_rungs(task: Task, num_rows: int, *, begins: bool = True) -> Task:
     """``task`` with explicit rungs.
 
-    Those of a preset come after the learning-rate warmup of every job and fit the steps of all jobs. Where answers
+    Those of a preset come after the learning-rate warmup of every job. Where answers
     choose among finalists, all finalists train to their end. A population is ranked at every interval. A single
     configuration has nothing to be selected from.
 
@@ -238,16 +238,14 @@ def budget_evaluations(task: Task, data: TaskData, *, has_preset: bool, forward_
     applies = early_exit.enabled and early_exit.policy == "alto" and early_exit.evaluation_share != "all"
     if not applies or not _has_comparable_rows(task) or early_exit.evaluations is not None or not data.has_validation:
         return task
-    num_rows = len(data.train)
-    samples = statistics.fmean(
-        config.samples_after(config.total_steps(num_rows), num_rows) for config in (job.config for job in task.jobs)
-    )
+    num_rows, configs = len(data.train), [job.config for job in task.jobs]
+    samples = statistics.fmean(config.samples_after(config.total_steps(num_rows), num_rows) for config in configs)
     validation_tokens = data.validation.num_tokens / len(data.validation)
     job_tokens = samples * data.train.num_tokens / num_rows
     has_scored_rungs = task.scoring is not None and bool(task.scoring.rungs)
     early_exit = budgeted(
         early_exit,
-        num_jobs=len(task.jobs),
+        steps=[config.total_steps(num_rows) for config in configs],
         num_rows=len(data.validation),
         row_cost=forward_share * validation_tokens / job_tokens,
         every=task.eval_steps,

@@ -325,20 +325,20 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
     def resolved(self, *, lr_warmup: float = 0.0, steps: Collection[int] = ()) -> EarlyExit:
         """The same settings with explicit rungs, as they are written to the run directory.
 
-        The rungs of a preset fit themselves to the jobs; those of a user or the paper do not move, nor does a user's
-        ``finish_from``, and then the rungs of a preset stay before it.
+        The rungs of a preset come after the learning-rate warmup; those of a user or the paper do not move, nor does a
+        user's ``finish_from``, and then the rungs of a preset stay before it.
 
         Args:
             lr_warmup: The largest share of its steps for which a job's learning rate rises. The rungs of a preset come
                 no earlier than after a quarter of it.
-            steps: Numbers of steps that jobs have; empty where they are not known. No two rungs of a preset come at one
-                step of a job. Where a job has fewer than three steps, no jobs are ranked.
+            steps: Numbers of steps that jobs have; empty where they are not known. Where a job has fewer than three, no
+                jobs are ranked at the rungs of a preset.
         """
         halving, select, earliest = self._halving, self.select, EARLIEST_IN_WARMUP * lr_warmup
         is_finish_before = self.finish_from is not None and self.finish_from < 1 and self.finish_from <= earliest
         if self._given_rungs is None:
             select = select and min(steps, default=LEAST_RANKED_STEPS) >= LEAST_RANKED_STEPS
-            halving = halving if is_finish_before else no_earlier(halving, earliest, steps)
+            halving = halving if is_finish_before else no_earlier(halving, earliest)
         return self.replace(
             rungs=halving.rungs,
             min_kept=halving.min_kept,

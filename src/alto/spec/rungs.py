@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -96,29 +96,14 @@ def without_floor(rungs: tuple[tuple[float, float], ...]) -> Preset:
     return Preset(rungs=rungs, min_kept=(1,) * len(rungs), finish_from=None)
 
 
-def no_earlier(halving: Preset, earliest: float, steps: Collection[int]) -> Preset:
-    """Return the same selection, no earlier than at the share ``earliest``: rungs up to it become one there.
-
-    Of rungs at one step of a job the first stays, with its ``min_kept`` and the share that the last of them would keep.
-    The point from which only the best job continues takes the place of a rung at its step, but not of the only one.
-    """
-
-    def is_one_step(one: float, other: float) -> bool:
-        return any(ceil_share(one, total) == ceil_share(other, total) for total in steps)
-
-    found: list[tuple[float, float, int]] = []
-    for (progress, keep), min_kept in zip(halving.rungs, halving.min_kept, strict=True):
-        at = max(progress, earliest)
-        if found and found[-1][0] == at:
-            keep *= found.pop()[1]
-        elif found and is_one_step(found[-1][0], at):
-            at, keep_before, min_kept = found.pop()
-            keep *= keep_before
-        found.append((at, keep, min_kept))
-    if halving.finish_from is not None and len(found) > 1 and is_one_step(found[-1][0], halving.finish_from):
-        found.pop()
+def no_earlier(halving: Preset, earliest: float) -> Preset:
+    """Return the same selection, no earlier than at the share ``earliest``: rungs up to it become one there."""
+    early = [index for index, (progress, _) in enumerate(halving.rungs) if progress <= earliest]
+    if not early:
+        return halving
+    keep = math.prod(halving.rungs[index][1] for index in early)
     return Preset(
-        rungs=tuple((at, keep) for at, keep, _ in found),
-        min_kept=tuple(min_kept for _, _, min_kept in found),
+        rungs=((earliest, keep), *halving.rungs[len(early) :]),
+        min_kept=halving.min_kept[early[-1] :],
         finish_from=halving.finish_from,
     )
