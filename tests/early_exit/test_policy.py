@@ -25,7 +25,8 @@ def test_alto_is_the_default() -> None:
         rules=(Divergence(window=2, divergence_patience=2, tau_slope=0.001), OverfittingUpturn(overfitting_patience=2)),
         rungs=(
             Rung(progress=0.01, keep=1 / 6, min_kept=8),
-            *(Rung(progress=at, keep=0.5, min_kept=kept) for at, kept in ((0.025, 8), (0.05, 5), (0.1, 3), (0.25, 2))),
+            *(Rung(progress=at, keep=0.5, min_kept=kept) for at, kept in ((0.025, 8), (0.05, 5), (0.1, 3))),
+            Rung(progress=0.25, keep=0.5, min_kept=2, ends_clear_losers=True),
             Rung(progress=0.6, keep=1.0, max_kept=1),
         ),
         equal_shares=True,

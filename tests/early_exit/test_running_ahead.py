@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alto.early_exit import OverfittingUpturn, Policy, Selection
-from alto.records import ExitDecision, ExitReason, Rung, RungResult
+from alto.records import ExitDecision, ExitReason, Rung, RungResult, StartValue
 
 TOTAL_STEPS = 12
 Traces = dict[str, list[tuple[float, float]]]
@@ -22,7 +22,9 @@ def selections(draw: st.DrawFn) -> tuple[Policy, Traces, Failures]:
     """A policy with rungs that coincide or not, and jobs that fall, turn up, tie, break or fail at any step."""
     progress = sorted(draw(st.lists(st.sampled_from([1 / 12, 2 / 12, 4 / 12, 6 / 12, 1.0]), min_size=1, max_size=3)))
     shares, least = st.sampled_from([0.2, 0.5, 0.75, 1.0]), draw(st.sampled_from([1, 2, 4]))
-    rungs = tuple(Rung(progress=at, keep=draw(shares), min_kept=least) for at in progress)
+    rungs = tuple(
+        Rung(progress=at, keep=draw(shares), min_kept=least, ends_clear_losers=draw(st.booleans())) for at in progress
+    )
     if draw(st.booleans()):
         rungs = (*rungs[:-1], Rung(progress=progress[-1], keep=1.0, max_kept=1))
     rules = (OverfittingUpturn(overfitting_patience=1, tau_noise=0.0),) if draw(st.booleans()) else ()
@@ -45,7 +47,10 @@ def run(
     policy: Policy, traces: Traces, failures: Failures, shuffler: random.Random, *, ahead: bool
 ) -> tuple[Selection, list[RungResult]]:
     """Train a step of any job that may at a time, each step evaluated; ``ahead`` lets the certain ones train, too."""
-    selection = Selection(policy, ema_alpha=1.0, total_steps=dict.fromkeys(traces, TOTAL_STEPS))
+    totals, weights = dict.fromkeys(traces, TOTAL_STEPS), (1.0,) * 3
+    selection = Selection(policy, ema_alpha=1.0, total_steps=totals, row_weights=weights)
+    for job in traces:
+        selection.observe_base(job, StartValue(validation_loss=7.0, loss_rows=(6.3, 7.0, 7.7)))
     selections = []
     while True:
         while selection.rung_ready():
@@ -62,7 +67,8 @@ def run(
             if failures.get(job) == (step, "evaluation"):
                 fail(selection, job, step)
             else:
-                selection.observe(job, step, validation_loss)
+                rows = [share * validation_loss for share in (0.9, 1.0, 1.1)]
+                selection.observe(job, step, validation_loss, loss_rows=rows)
 
 
 @given(selections(), st.randoms(use_true_random=False))
@@ -176,3 +182,22 @@ def test_at_the_finish_no_job_is_certain_of_the_place_while_others_are_to_come()
     selection.observe_losses("b", 1, [1.0] * 5)
     selection.observe("b", 5, 0.2)
     assert selection.select().kept == ("a",)
+
+
+@pytest.mark.parametrize("ends_clear_losers", [False, True])
+def test_no_job_is_certain_where_one_to_come_may_make_it_a_clear_loser(ends_clear_losers: bool) -> None:
+    rung = Rung(progress=0.25, keep=0.5, min_kept=2, ends_clear_losers=ends_clear_losers)
+    selection = Selection(
+        Policy(rungs=(rung, Rung(progress=0.5, keep=1.0))),
+        ema_alpha=1.0,
+        total_steps={"a": 8, "b": 8},
+        row_weights=(1.0,) * 3,
+    )
+    for job, losses in {"a": (6.0, 5.0), "b": (4.0, 3.0)}.items():
+        selection.observe_base(job, StartValue(validation_loss=7.0, loss_rows=(6.3, 7.0, 7.7)))
+        for step, loss in enumerate(losses, start=1):
+            selection.observe_losses(job, step, [1.0])
+            selection.observe(job, step, loss, loss_rows=[0.9 * loss, loss, 1.1 * loss])
+        if job == "a":
+            assert selection.certain_to_be_kept() == (frozenset() if ends_clear_losers else {"a"})
+    assert selection.select().kept == (("b",) if ends_clear_losers else ("b", "a"))

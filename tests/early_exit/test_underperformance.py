@@ -94,3 +94,45 @@ def test_only_the_order_of_losses_matters(losses: dict[str, float], percent: int
     rung = Rung(progress=0.05, keep=percent / 100)
     doubled = {job: loss * 2 for job, loss in losses.items()}
     assert select(rung, standings(losses)).kept == select(rung, standings(doubled)).kept
+
+
+LEADING = [1.0, 2.0, 1.5, 1.2, 0.8, 1.1]
+
+
+@pytest.mark.parametrize(
+    ("case", "behind", "start_loss", "is_kept"),
+    [
+        ("by 0.2 on every row, a tenth of the gain of 2", [0.2] * 6, 3.27, False),
+        ("by 0.05 on every row, a fortieth of the gain", [0.05] * 6, 3.27, True),
+        ("by 0.2 on average, with an error of 0.13", [1.0, -0.3, 0.4, -0.2, 0.1, 0.2], 3.27, True),
+        ("what the first began with is not known", [0.2] * 6, None, True),
+        ("the first has gained nothing", [0.2] * 6, 1.2, True),
+        ("rows that are not finite", [0.2] * 5 + [INF], 3.27, True),
+        ("rows that are not known", [], 3.27, True),
+        ("fewer rows", [0.2] * 4, 3.27, False),
+        ("one row tells no error", [0.2], 3.27, True),
+    ],
+)
+def test_a_job_that_lies_clearly_behind_the_best_does_not_continue_though_there_is_a_place(
+    case: str, behind: list[float], start_loss: float | None, is_kept: bool
+) -> None:
+    first = Standing(job="a", step=5, validation_loss=1.27, start_loss=start_loss, loss_rows=tuple(LEADING))
+    rows = tuple(one + more for one, more in zip(LEADING, behind, strict=False))
+    mean = sum(behind) / len(behind) if behind and all(map(math.isfinite, behind)) else 0.2
+    second = Standing(job="b", step=5, validation_loss=1.27 + mean, start_loss=start_loss, loss_rows=rows)
+    for ranked in ([first, second], [second, first]):
+        found = underperformance.select(2, ranked, ends_clear_losers=True)
+        assert list(found.kept) == (["a", "b"] if is_kept else ["a"]), case
+        assert dropped(found) == ([] if is_kept else ["b"])
+        assert list(underperformance.select(2, ranked).kept) == ["a", "b"]
+    assert is_kept or found.dropped[0].evidence["num_kept"] == 1.0
+
+
+def test_repetitions_of_a_configuration_are_not_ended_as_clear_losers() -> None:
+    jobs = {"a": 1.0, "b": 1.0, "c": 1.5, "d": 1.5}
+    ranked = [
+        Standing(job=job, step=5, validation_loss=loss, start_loss=3.0, loss_rows=(loss,) * 6)
+        for job, loss in jobs.items()
+    ]
+    found = underperformance.select(2, ranked, ends_clear_losers=True, configuration_of=dict.fromkeys("ab", "a"))
+    assert set(found.kept) == set(jobs) - {"d"}

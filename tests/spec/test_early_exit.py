@@ -173,7 +173,7 @@ def test_frozen_and_keyword_only() -> None:
 def test_a_misspelt_key_says_which_was_meant() -> None:
     with pytest.raises(UnknownKeyError, match=r"unknown key 'warmup_rato'. Did you mean 'warmup_ratio'\?"):
         EarlyExit(warmup_rato=0.05)
-    with pytest.raises(UnknownKeyError, match=r"unknown key 'xyz'. Known keys are detect_divergence"):
+    with pytest.raises(UnknownKeyError, match=r"unknown key 'xyz'. Known keys are clear_from, detect_divergence"):
         EarlyExit(xyz=1)
 
 
@@ -247,3 +247,23 @@ def test_evaluations_and_those_in_the_end_are_given_together(given: dict[str, ob
 
 def test_jobs_of_two_steps_are_not_ranked_with_a_finish_of_their_own_either() -> None:
     assert not EarlyExit(finish_from=0.02).resolved(steps=[2], lr_warmup=0.1).select
+
+
+@pytest.mark.parametrize(
+    ("settings", "clear"),
+    [
+        ({}, [0.25]),
+        ({"finish_from": 0.3}, [0.25]),
+        ({"finish_from": 1}, []),  # several finalists are wanted
+        ({"finish_from": 1, "clear_from": 0.1}, [0.1, 0.25]),
+        ({"clear_from": 1}, []),
+        ({"preset": "cautious"}, []),
+        ({"preset": "preferences"}, []),
+        ({"rungs": [[0.1, 0.5], [0.3, 0.5]], "finish_from": 0.5}, []),
+        ({"rungs": [[0.1, 0.5], [0.3, 0.5]], "clear_from": 0.2}, [0.3]),
+        ({"policy": "paper"}, []),
+    ],
+)
+def test_rungs_that_end_clear_losers(settings: dict[str, object], clear: list[float]) -> None:
+    for found in (EarlyExit(**settings), EarlyExit(**settings).resolved()):
+        assert [rung.progress for rung in found.selection_rungs if rung.ends_clear_losers] == clear

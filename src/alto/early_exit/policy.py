@@ -72,6 +72,7 @@ class Policy:
             self._places(rung_index, num_entered or num_ranked, num_ranked),
             standings,
             is_finish=self.rungs[rung_index].max_kept is not None,
+            ends_clear_losers=self.rungs[rung_index].ends_clear_losers,
             configuration_of=known,
             failed=failed,
         )

@@ -278,19 +278,17 @@ class Selection:
     def certain_to_be_kept(self) -> frozenset[str]:
         """Jobs that wait but may continue: the next rung will keep them for any results of the others.
 
-        A job is certain if it would be kept even if all jobs still to come were better. Only users can undo this, by
-        jobs that they add, reopen or stop.
+        A job is certain if it would be kept even if all jobs still to come were better. Only users can undo this.
         """
         coming = {job for job in self.training if not self.is_waiting(job)}
         present = [standing for standing in self.standings() if standing.job not in coming]
         if self.next_rung is None or not any(standing.is_training for standing in present):
             return frozenset()
-        if self._configuration_of or any(standing.score_rows for standing in present):
-            # A job still to come may change which jobs are within noise of each other, or the mean of a configuration.
+        may_change = self.next_rung.ends_clear_losers or any(standing.score_rows for standing in present)
+        if may_change or self._configuration_of:
+            # A job still to come may change which are within noise of each other or clear, or a configuration's mean.
             return frozenset()
-        better = [
-            Standing(job=job, step=0, validation_loss=0.0, score=UNBEATABLE, is_training=True) for job in sorted(coming)
-        ]
+        better = [Standing(job=job, step=0, validation_loss=0.0, score=UNBEATABLE) for job in sorted(coming)]
         kept = self._select(self._rungs_held, [*present, *better]).kept
         return frozenset(
             job for job in kept if self.is_waiting(job) and self._tracks[job].steps < self.furthest_stop(job)

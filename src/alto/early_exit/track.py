@@ -95,6 +95,7 @@ class JobTrack:
             score_rows=point.score_rows if score is None else score.rows,
             loss_scale=point.loss_scale,
             start_loss=point.start_loss,
+            loss_rows=point.loss_rows,
             is_training=self.trains,
         )
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Collection, Mapping
 
-from alto.early_exit.repetitions import ranked_configurations
+from alto.early_exit.repetitions import Repeated, ranked_configurations
 from alto.records import ExitDecision, ExitReason, RungResult, Standing
 
 __all__ = ["select"]
+
+CLEAR_ERRORS, CLEAR_SHARE = 3.0, 0.05
+"""Standard errors, and share of the first one's gain, by which a clear loser lies behind."""
 
 
 def select(
@@ -16,13 +20,16 @@ def select(
     standings: Collection[Standing],
     *,
     is_finish: bool = False,
+    ends_clear_losers: bool = False,
     configuration_of: Mapping[str, str] | None = None,
     failed: Collection[str] = (),
 ) -> RungResult:
     """Keep the best ``places`` configurations of ``standings``, independent of their order; at least one.
 
     With ``is_finish`` a configuration whose jobs have ended takes no place of one that trains: the best of these
-    continues, too.
+    continues, too. With ``ends_clear_losers`` those of the best that lie clearly behind the first do not continue:
+    behind by more than three standard errors of the difference on the rows that both have, and by more than a twentieth
+    of what the first has gained on what it began with. Source: replay on the recorded sweeps.
 
     Configurations are ordered by :func:`alto.early_exit.repetitions.ranked_configurations`, where only jobs that repeat
     one are not each a configuration of their own: by the score of the task's metric, and within noise by the
@@ -38,11 +45,14 @@ def select(
         places: Configurations that continue.
         standings: Jobs that compete.
         is_finish: Whether the rung ends all but one.
+        ends_clear_losers: Whether jobs that lie clearly behind the best end.
         configuration_of, failed: As of ``ranked_configurations``.
     """
     ranked = ranked_configurations(standings, configuration_of or {}, failed)
     finite = [group for group in ranked if math.isfinite(group.mean.validation_loss)]
     kept = finite[: max(1, places)]
+    if ends_clear_losers:
+        kept = [group for group in kept if group is kept[0] or not _is_clearly_behind(group, kept[0])]
     if is_finish and not any(group.mean.is_training for group in kept):
         kept += [group for group in finite if group.mean.is_training][:1]
     has_scores = len({group.mean.score for group in ranked}) > 1
@@ -70,3 +80,16 @@ def select(
         if standing.is_training and standing.job not in kept_jobs
     )
     return RungResult(kept=tuple(member.job for group in kept for member in group.members), dropped=dropped)
+
+
+def _is_clearly_behind(one: Repeated[Standing], first: Repeated[Standing]) -> bool:
+    """Whether a configuration lies clearly behind the first; False where that is not known, and of repeated ones."""
+    if len(one.members) > 1 or len(first.members) > 1 or first.mean.start_loss is None:
+        return False
+    differences = [a - b for a, b in zip(one.mean.loss_rows, first.mean.loss_rows, strict=False)]
+    if len(differences) < 2 or not all(map(math.isfinite, differences)):
+        return False
+    error = statistics.stdev(differences) / math.sqrt(len(differences))
+    behind = one.mean.validation_loss - first.mean.validation_loss
+    gained = first.mean.start_loss - first.mean.validation_loss
+    return behind > CLEAR_ERRORS * error and behind > CLEAR_SHARE * gained > 0

@@ -129,12 +129,14 @@ class Rung:
         keep: Share of the jobs that continue, of those that the previous rung kept, in (0, 1].
         min_kept: Smallest number of jobs that continue, if there are so many.
         max_kept: Largest number of jobs that continue; None sets no limit.
+        ends_clear_losers: Whether jobs that lie clearly behind the best do not continue, though they are among them.
     """
 
     progress: float
     keep: float
     min_kept: int = 1
     max_kept: int | None = None
+    ends_clear_losers: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +148,7 @@ class Standing:
         step: Steps the job has done.
         validation_loss: Of the evaluation it competes with: that at the rung while it still trains, that of its best
             checkpoint when it has ended. NaN or infinity ranks last.
-        score, score_rows, loss_scale, start_loss: Of the same evaluation, see :class:`LossPoint`.
+        score, score_rows, loss_scale, start_loss, loss_rows: Of the same evaluation, see :class:`LossPoint`.
         is_training: Whether the job would continue if kept. A job that has ended (overfitting, or all its
             steps done) still competes for a place with its best checkpoint.
     """
@@ -158,6 +160,7 @@ class Standing:
     score_rows: tuple[float, ...] = ()
     loss_scale: str = ""
     start_loss: float | None = None
+    loss_rows: tuple[float, ...] = ()
     is_training: bool = True
 
 

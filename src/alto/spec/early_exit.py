@@ -38,12 +38,10 @@ PAPER_WARMUP_RATIO = 0.05
 PAPER_SELECT_RATIO = 0.25
 PAPER_RUNGS = ((PAPER_WARMUP_RATIO, PAPER_SELECT_RATIO),)
 RUNGS_OF_0_1 = ((0.025, 0.5), (0.05, 0.2))
-
 DEFAULT_EVALUATION_SHARE = 0.2
 """Evaluations take a sixth of the time of training and evaluating."""
 
 _MOST_KEPT = 10**6
-
 _RULES_OF_POLICY: Mapping[str, Mapping[str, str]] = {
     "alto": {"detect_divergence": "divergence", "detect_overfitting": "overfitting_upturn"},
     "paper": {"detect_divergence": "divergence", "detect_overfitting": "overfitting_gap"},
@@ -83,6 +81,9 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
             is the preset's value, and 1 without one.
         finish_from: Share of its steps from which only the best job continues; 1 lets all jobs left by the rungs
             finish. None is the preset's value, and 1 without one.
+        clear_from: Share of its steps from which rungs also end jobs clearly behind the best: by three standard errors
+            on common rows, and by a twentieth of what the best has gained; 1 for no such point. None is the preset's
+            value where only the best job finishes, else 1. It needs evaluations that ``evaluation_share`` plans.
         equal_shares: Compare jobs at exactly the rung's share of their steps, by values interpolated between two
             evaluations, and count places over all rungs (``alto`` only). False compares the first evaluation at or
             after the rung and counts places among the jobs that reach it, as ``paper`` does.
@@ -131,6 +132,9 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
     )
     finish_from: float | None = Field(
         default=None, gt=0, le=1, description="share of its steps from which only the best job continues"
+    )
+    clear_from: float | None = Field(
+        default=None, gt=0, le=1, description="share of its steps from which rungs end jobs that lie clearly behind"
     )
     equal_shares: bool = Field(default=True, description="compare jobs at exactly equal shares of their steps")
     evaluation_share: Annotated[float, Field(gt=0, le=10)] | Literal["all"] = Field(
@@ -314,8 +318,9 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
         """The rungs of these settings, also where ``enabled`` or ``select`` is off; the last one is the point from
         which only the best job continues, where there is one."""
         halving = self._halving
+        clear_from = halving.clear_from or 1.0
         rungs = [
-            Rung(progress=progress, keep=keep, min_kept=min_kept)
+            Rung(progress=progress, keep=keep, min_kept=min_kept, ends_clear_losers=progress >= clear_from)
             for (progress, keep), min_kept in zip(halving.rungs, halving.min_kept, strict=True)
         ]
         if halving.finish_from is not None:
@@ -343,6 +348,7 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
             rungs=halving.rungs,
             min_kept=halving.min_kept,
             finish_from=1.0 if halving.finish_from is None else halving.finish_from,
+            clear_from=halving.clear_from or 1.0,
             warmup_ratio=None,
             select_ratio=None,
             preset=None,
@@ -381,7 +387,8 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
             min_kept = (self.min_kept,) * len(rungs)
         else:
             min_kept = (self.min_kept or basis.min_kept)[: len(rungs)]
-        return Preset(rungs=rungs, min_kept=min_kept, finish_from=finish)
+        clear = basis.clear_from if self.clear_from is None and finish is not None else self.clear_from
+        return Preset(rungs=rungs, min_kept=min_kept, finish_from=finish, clear_from=clear)
 
 
 def _check_given_once(given: Mapping[str, Any]) -> None:
@@ -437,9 +444,7 @@ def _is_evaluation(pair: object, least: float, most: float) -> bool:
 
 
 def _is_rung(pair: object) -> bool:
-    if not isinstance(pair, tuple) or len(pair) != 2:
-        return False
-    if not all(isinstance(number, int | float) and not isinstance(number, bool) for number in pair):
+    if not isinstance(pair, tuple) or len(pair) != 2 or any(isinstance(number, bool) for number in pair):
         return False
     progress, keep = pair
-    return bool(0 < progress < 1 and 0 < keep <= 1)
+    return all(isinstance(number, int | float) for number in pair) and 0 < progress < 1 and 0 < keep <= 1

@@ -69,21 +69,26 @@ class Preset:
         rungs: ``(progress, keep)`` pairs.
         min_kept: Smallest number of jobs that continue from every rung, in their order.
         finish_from: Share of its steps from which only the best job continues; None for no such point.
+        clear_from: Share of its steps from which rungs also end jobs that lie clearly behind the best; None for none.
     """
 
     rungs: tuple[tuple[float, float], ...]
     min_kept: tuple[int, ...]
     finish_from: float | None
+    clear_from: float | None = None
 
 
-def _preset(first: float, then: float, min_kept: Mapping[float, int], finish: float | None) -> Preset:
+def _preset(
+    first: float, then: float, min_kept: Mapping[float, int], finish: float | None, clear: float | None = None
+) -> Preset:
     """A preset whose rungs are the keys of ``min_kept``."""
     keeps = (first, *[then] * (len(min_kept) - 1))
-    return Preset(rungs=tuple(zip(min_kept, keeps, strict=True)), min_kept=tuple(min_kept.values()), finish_from=finish)
+    rungs = tuple(zip(min_kept, keeps, strict=True))
+    return Preset(rungs=rungs, min_kept=tuple(min_kept.values()), finish_from=finish, clear_from=clear)
 
 
 PRESETS: Mapping[PresetName, Preset] = {
-    "default": _preset(1 / 6, 1 / 2, {0.01: 8, 0.025: 8, 0.05: 5, 0.1: 3, 0.25: 2}, finish=0.6),
+    "default": _preset(1 / 6, 1 / 2, {0.01: 8, 0.025: 8, 0.05: 5, 0.1: 3, 0.25: 2}, finish=0.6, clear=0.25),
     "cautious": _preset(1 / 3, 2 / 3, {0.025: 8, 0.05: 6, 0.1: 5, 0.2: 4, 0.4: 3, 0.8: 2}, finish=None),
     "greedy": _preset(1 / 8, 1 / 2, {0.005: 8, 0.025: 8, 0.05: 5, 0.1: 3}, finish=0.3),
     "preferences": Preset(rungs=((0.1, 1 / 2), (0.2, 0.3), (0.3, 1 / 2)), min_kept=(16, 6, 4), finish_from=0.6),
@@ -106,4 +111,5 @@ def no_earlier(halving: Preset, earliest: float) -> Preset:
         rungs=((earliest, keep), *halving.rungs[len(early) :]),
         min_kept=halving.min_kept[early[-1] :],
         finish_from=halving.finish_from,
+        clear_from=halving.clear_from,
     )
