@@ -13,6 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from alto.backbone.attention import Pattern, has_chunks, set_pattern
 from alto.backbone.flash import flash_attn_kernel, installed_kernels, torch_kernel
 from alto.backbone.sdpa import sdpa_attention
 from alto.backbone.sequences import Sequences
@@ -252,3 +253,11 @@ def test_what_a_sequence_with_a_prefix_sees() -> None:
 def test_a_prefix_is_the_beginning_of_a_sequence_that_has_none(prefixes: list[int]) -> None:
     with pytest.raises(AssertionError, match="beginning"):
         Sequences([5, 3, 4], prefixes)
+
+
+def test_a_model_with_a_layer_that_attends_in_chunks_is_found() -> None:
+    layers = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
+    set_pattern(layers[0], Pattern(window=4))
+    assert not has_chunks(layers)
+    set_pattern(layers[1], Pattern(chunk=4))
+    assert has_chunks(layers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 
 import torch
 from hypothesis import given
@@ -193,7 +194,7 @@ def test_rows_that_share_their_beginnings_see_the_same_tokens_and_predict_the_sa
     first: EncodedDataset, second: EncodedDataset
 ) -> None:
     jobs = [JobRows(dataset, slot, tuple(range(len(dataset)))) for slot, dataset in enumerate((first, second))]
-    whole, shared = collate(jobs), collate(jobs, shares_beginnings=True)
+    whole, shared = collate(jobs), collate([replace(job, shares_beginnings=True) for job in jobs])
     assert sum(shared.job_tokens) == len(shared.input_ids_T) <= len(whole.input_ids_T)
     assert shared.job_targets == whole.job_targets
     assert shared.sequence_targets == whole.sequence_targets
@@ -214,7 +215,8 @@ def test_a_shared_beginning_goes_through_the_model_once_and_a_job_shares_none_wi
     target = torch.full_like(ids, -100)
     target[9:-1] = ids[10:]
     dataset = EncodedDataset(input_ids=(ids,) * 3, targets=(target,) * 3, num_truncated=0, num_skipped=0)
-    batch = collate([JobRows(dataset, 0, (0, 1, 2)), JobRows(dataset, 1, (0,))], shares_beginnings=True)
+    shares = {"shares_beginnings": True}
+    batch = collate([JobRows(dataset, 0, (0, 1, 2), **shares), JobRows(dataset, 1, (0,), **shares)])
     assert batch.sequence_lengths == (12, 3, 3, 12)
     assert batch.sequence_prefixes == (0, 9, 9, 0)
     assert batch.job_tokens == (18, 12)

@@ -141,19 +141,24 @@ def test_a_job_is_evaluated_in_company_as_alone(run: Run, tmp_path: Path) -> Non
         assert losses[key] == pytest.approx(loss, rel=1e-4), key
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma"])
-def test_rows_that_begin_alike_have_the_losses_that_they_have_by_themselves(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun = torch.arange(2, 13)
-    rows = make_dataset(12, seed=4)
-    alike = EncodedDataset(
+def begin_with(begun: torch.Tensor, rows: EncodedDataset) -> EncodedDataset:
+    """``rows``, all of which begin with these tokens, none of which is trained."""
+    return EncodedDataset(
         input_ids=tuple(torch.cat([begun, ids]) for ids in rows.input_ids),
         targets=tuple(torch.cat([torch.full_like(begun, -100), target]) for target in rows.targets),
         num_truncated=0,
         num_skipped=0,
     )
-    data = replace(ROWS, validation=alike, test=None)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma"])
+def test_rows_that_begin_alike_have_the_losses_and_gradients_that_they_have_by_themselves(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = torch.arange(2, 13)
+    data = replace(
+        ROWS, train=begin_with(begun, ROWS.train), validation=begin_with(begun, make_dataset(12, 4)), test=None
+    )
     num_tokens: list[int] = []
     hidden_states = Backbone.hidden_states
 
@@ -184,6 +189,26 @@ def test_rows_that_begin_alike_have_the_losses_that_they_have_by_themselves(
             for one, other in zip(shared, alone, strict=True):
                 assert one.rows["loss"] == pytest.approx(other.rows["loss"], rel=1e-5)
                 assert one.loss == pytest.approx(other.loss, rel=1e-6)
+
+        def gradients() -> tuple[torch.Tensor, torch.Tensor, int]:
+            num_tokens.clear()
+            losses = session.state.trainer.backward(jobs)
+            found = session.state.trainer.bank.grads_ZP.clone()
+            session.state.trainer.forget()
+            return losses, found, sum(num_tokens)
+
+        losses, grads, num_shared = gradients()
+        assert torch.equal(grads, gradients()[1]), "the same bits in every run"
+        with monkeypatch.context() as patched:
+            patched.setattr(Backbone, "shares_beginnings", False)
+            losses_alone, grads_alone, num_alone = gradients()
+            assert num_alone - num_shared == 3 * len(begun) * len(jobs)
+        assert losses.tolist() == pytest.approx(losses_alone.tolist(), rel=1e-6)
+        assert (grads - grads_alone).norm() < 1e-5 * grads_alone.norm()
+        jobs[0].planned = replace(
+            jobs[0].planned, job=replace(jobs[0].planned.job, config=jobs[0].config.replace(lora_dropout=0.5))
+        )
+        assert num_alone - gradients()[2] == 3 * len(begun), "what is drawn for every token is drawn for all"
         for job in jobs:
             session.state.slot_manager._free(job)
 

@@ -97,8 +97,8 @@ class Backbone:
 
     @property
     def shares_beginnings(self) -> bool:
-        """Whether sequences with the same beginning can share it in a pass without gradients: a packed pass computes it
-        once. A model that attends in chunks cannot."""
+        """Whether sequences with the same beginning can share it: a packed pass computes it once. A model that attends
+        in chunks cannot."""
         return not self.is_padded and not attention.has_chunks(self.model)
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,12 +80,22 @@ class Sequences:
     def with_prefixes(self, x_TGD: Tensor) -> Tensor:
         """Keys or values with those of each sequence's prefix before its own; unchanged without prefixes.
 
-        Those of a prefix get the gradients of all its sequences: of two numbers, as a pair has, the sum has the same
-        bits in any order.
+        Those of a prefix get the gradients of all its sequences, summed in their order.
         """
         if self._prefixes is None:
             return x_TGD
-        return x_TGD.index_select(0, self._send("key_tokens", x_TGD.device, torch.int64))
+        found: Tensor = _WithPrefixes.apply(x_TGD, self)
+        return found
+
+    def prefix_gradients(self, grad_KGD: Tensor) -> Tensor:
+        """The gradient of the argument of :meth:`with_prefixes` from that of its result."""
+        device = grad_KGD.device
+        grad_TGD = grad_KGD.index_select(0, self._send("own_keys", device, torch.int64))
+        lent_P, copies_PC = self._send("lent_tokens", device, torch.int64), self._copies(device)
+        padded = torch.cat([grad_KGD, grad_KGD.new_zeros(1, *grad_KGD.shape[1:])])
+        copies = padded.index_select(0, copies_PC.flatten()).unflatten(0, copies_PC.shape)
+        grad_TGD[lent_P] += copies.sum(1)
+        return grad_TGD
 
     def _send(self, name: str, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Copied at the first use, from pinned memory, without host-device synchronisation."""
@@ -100,9 +111,55 @@ class Sequences:
         return accumulate(self.key_lengths, initial=0)
 
     def _key_tokens(self) -> Iterator[int]:
+        for provider, prefix, start, length in self._parts():
+            yield from range(provider, provider + prefix)
+            yield from range(start, start + length)
+
+    def _own_keys(self) -> Iterator[int]:
+        """Where the own tokens of each sequence lie in the result of :meth:`with_prefixes`."""
+        for (_, prefix, _, length), key in zip(self._parts(), self._key_offsets(), strict=False):
+            yield from range(key + prefix, key + prefix + length)
+
+    def _lent_tokens(self) -> Iterator[int]:
+        """Tokens that are in the prefix of a sequence."""
+        return iter(self._copies_of())
+
+    def _copies(self, device: torch.device) -> Tensor:
+        """Where each of these lies in the prefixes in the result of :meth:`with_prefixes`, ``[P, C]``; in rows with
+        fewer places than the longest, the place behind the last."""
+        if ("copies", device) not in self._sent:
+            copies = list(self._copies_of().values())
+            most, behind = max(map(len, copies)), sum(self.key_lengths)
+            numbers = torch.tensor([[*of_one, *[behind] * (most - len(of_one))] for of_one in copies])
+            pinned = numbers.pin_memory() if device.type == "cuda" else numbers
+            self._sent["copies", device] = pinned.to(device, non_blocking=True)
+        return self._sent["copies", device]
+
+    def _copies_of(self) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for (provider, prefix, _, _), key in zip(self._parts(), self._key_offsets(), strict=False):
+            for place in range(prefix):
+                found.setdefault(provider + place, []).append(key + place)
+        return found
+
+    def _parts(self) -> Iterator[tuple[int, int, int, int]]:
+        """Of every sequence the first token of its prefix, the prefix's length, its own first token and length."""
         assert self._prefixes is not None
         provider = 0
         for prefix, length, start in zip(self._prefixes, self.lengths, self._offsets(), strict=False):
             provider = provider if prefix else start
-            yield from range(provider, provider + prefix)
-            yield from range(start, start + length)
+            yield provider, prefix, start, length
+
+
+class _WithPrefixes(torch.autograd.Function):
+    """:meth:`Sequences.with_prefixes`, whose gradient has the same bits in every run: that of PyTorch's own selection
+    is summed in any order on a GPU."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TGD: Tensor, sequences: Sequences) -> Tensor:
+        ctx.sequences = sequences
+        return x_TGD.index_select(0, sequences._send("key_tokens", x_TGD.device, torch.int64))
+
+    @staticmethod
+    def backward(ctx: Any, grad_KGD: Tensor) -> tuple[Tensor, None]:
+        return ctx.sequences.prefix_gradients(grad_KGD), None

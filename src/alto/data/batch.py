@@ -84,6 +84,8 @@ class JobRows:
         whole: Sums over the job's whole batch; None where ``rows`` are all of it.
         factors: The weight of each of these rows in the mean loss of the batch, relative to that of equal rows; empty
             where all are equal.
+        shares_beginnings: Whether a beginning that a row has in common with an earlier one of the same pass goes
+            through the model once, where nothing in it is trained.
     """
 
     dataset: EncodedDataset = field(compare=False, repr=False)
@@ -92,6 +94,7 @@ class JobRows:
     first_token: int = 0
     whole: BatchTotals | None = None
     factors: tuple[float, ...] = ()
+    shares_beginnings: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -160,7 +163,7 @@ class TokenBatch:
         input_ids_T, position_ids_T: Token ids, and positions, which continue after the prefix of a sequence.
         sequence_lengths: Tokens of every sequence: a row, or one side of a pair.
         sequence_prefixes: Number of tokens at the beginning of the latest sequence without a prefix that are the prefix
-            of each: 0, a pair's prompt, or what a row that is evaluated has in common with another.
+            of each: 0, a pair's prompt, or the beginning that a row shares with another of its job.
         job_tokens: Tokens of every job.
         loss_positions_S: Indices into ``T`` of the positions that predict a trained token, ascending.
         loss_targets_S: Token ids that they have to predict.
@@ -248,18 +251,14 @@ class TokenBatch:
         )
 
 
-def collate(
-    jobs: Sequence[JobRows], device: torch.device | str = "cpu", *, shares_beginnings: bool = False
-) -> TokenBatch:
+def collate(jobs: Sequence[JobRows], device: torch.device | str = "cpu") -> TokenBatch:
     """Lay the rows of ``jobs`` end to end.
 
     Args:
         jobs: Rows of each job; jobs of a task next to each other.
         device: Device of the batch.
-        shares_beginnings: Whether a beginning that a row has in common with an earlier row of its job goes through the
-            model once, where nothing in it is trained.
     """
-    laid_J = [list(_laid(job, shares_beginnings)) for job in jobs]
+    laid_J = [list(_laid(job)) for job in jobs]
     laid = [row for of_job in laid_J for row in of_job]
     spans_J = [[span for row in of_job for span in row.spans] for of_job in laid_J]
     spans = [span for of_job in spans_J for span in of_job]
@@ -305,12 +304,12 @@ class _Laid(NamedTuple):
     spans: tuple[Span, ...]
 
 
-def _laid(job: JobRows, shares_beginnings: bool) -> Iterator[_Laid]:
-    """The rows of ``job``; arguments as of :func:`collate`."""
+def _laid(job: JobRows) -> Iterator[_Laid]:
+    """The rows of ``job``, without the beginnings that they share with earlier ones."""
     provider: Tensor | None = None
     for row in job.rows:
         found = _Laid(job.dataset.input_ids[row], job.dataset.targets[row], job.dataset.spans[row])
-        if shares_beginnings and len(found.spans) == 1:
+        if job.shares_beginnings and len(found.spans) == 1:
             num_shared = 0 if provider is None else _num_shared(provider, found)
             if num_shared >= _LEAST_SHARED:
                 span = Span(found.spans[0].length - num_shared, num_shared)

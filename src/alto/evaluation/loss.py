@@ -103,11 +103,12 @@ def micro_batches(
 ) -> Iterator[tuple[TokenBatch, Tensor]]:
     """Every row under every adapter, one micro-batch at a time: its tokens, and what ``compute`` finds for each trained
     token."""
-    everything = [JobRows(dataset, slot, tuple(range(len(dataset)))) for slot in range(len(served))]
+    rows, shares_beginnings = tuple(range(len(dataset))), backbone.shares_beginnings
+    everything = [JobRows(dataset, slot, rows, shares_beginnings=shares_beginnings) for slot in range(len(served))]
     for jobs in split_into_micro_batches(
         everything, max_tokens_per_pass, split_jobs=True, is_padded=backbone.is_padded
     ):
-        batch = collate(jobs, backbone.device, shares_beginnings=backbone.shares_beginnings)
+        batch = collate(jobs, backbone.device)
         counts = dict(zip(batch.slots, batch.job_tokens, strict=True))
         with served.use(served.schedule([counts.get(slot, 0) for slot in range(len(served))])):
             found_S = compute(backbone, batch)

@@ -81,6 +81,13 @@ class PlannedJob:
     def config(self) -> JobConfig:
         return self.job.config
 
+    @property
+    def treats_tokens_alike(self) -> bool:
+        """Whether equal tokens at equal places are computed alike, so that rows can share their beginnings: a step
+        draws nothing for each of them, and counts none."""
+        draws = self.config.lora_dropout or self.config.neftune_noise_alpha
+        return not draws and not self.router_aux_loss_coef
+
 
 def plan_job(
     job: Job, task: Task, model: PreTrainedModel, num_rows: int, sources: Sequence[tuple[str, int]] = ()

@@ -63,7 +63,8 @@ class RankShare:
             slot = slot_of(job)
             has_means = is_step and job.context.objective.has_head  # as transformers' Trainer has them
             factors = job.config.row_factors(len(rows)) if has_means else ()
-            part = JobRows(dataset, self.slots.local_slot_of(slot), rows, factors=factors)
+            shares = self._backbone.shares_beginnings and job.planned.treats_tokens_alike
+            part = JobRows(dataset, self.slots.local_slot_of(slot), rows, factors=factors, shares_beginnings=shares)
             if job.is_data_parallel:
                 for work, share in zip(of_rank, share_rows(part, len(of_rank)), strict=True):
                     work += [share] if share is not None else []
@@ -74,17 +75,9 @@ class RankShare:
         num_micro_batches = max(self._micro_batches.count(work, split_jobs=split_jobs) for work in of_rank)
         return of_rank[self._ranks.rank], num_micro_batches
 
-    def collate(self, parts: Sequence[JobRows], *, is_evaluated: bool = False) -> TokenBatch:
-        """A micro-batch of ``parts``; a dummy batch where this rank has none.
-
-        Args:
-            parts: Rows of each job.
-            is_evaluated: Whether no gradient is computed, so that rows may share their beginnings.
-        """
-        if not parts:
-            return dummy_batch(self._backbone.device)
-        shares_beginnings = is_evaluated and self._backbone.shares_beginnings
-        return collate(parts, self._backbone.device, shares_beginnings=shares_beginnings)
+    def collate(self, parts: Sequence[JobRows]) -> TokenBatch:
+        """A micro-batch of ``parts``; a dummy batch where this rank has none."""
+        return collate(parts, self._backbone.device) if parts else dummy_batch(self._backbone.device)
 
 
 def slot_of(job: JobState) -> int:

@@ -334,7 +334,7 @@ class Trainer:
 
         def accumulate(parts: Sequence[JobRows]) -> None:
             with watching("evaluation"):
-                batch = self._share.collate(parts, is_evaluated=True)
+                batch = self._share.collate(parts)
                 learners = self._learners([here[local_slot] for local_slot in batch.slots])
                 if kl is not None:
                     indices = [index_of[local_slot] for local_slot in batch.slots]
@@ -375,13 +375,15 @@ class Trainer:
             DeviceMemoryError: A micro-batch does not fit, and other ranks have begun it.
         """
         tallies = [_new_tally(context, split, rows) for _ in configs]
-        shares = share_rows(JobRows(context.data.held_out(split), 0, tallies[0].rows), self._ranks.size)
+        dataset, shares_beginnings = context.data.held_out(split), self._backbone.shares_beginnings
+        everything = JobRows(dataset, 0, tallies[0].rows, shares_beginnings=shares_beginnings)
+        shares = share_rows(everything, self._ranks.size)
         of_rank = [[] if share is None else [share] for share in shares]
         num_micro_batches = max(self.micro_batches.count(work, split_jobs=True) for work in of_rank)
 
         def accumulate(parts: Sequence[JobRows]) -> None:
             with watching("evaluation"):
-                batch = self._share.collate(parts, is_evaluated=True)
+                batch = self._share.collate(parts)
                 # What jobs begin with does not differ from itself.
                 kl_J = torch.zeros(len(batch.slots), dtype=torch.float64, device=self._backbone.device)
                 batch = replace(batch, kl_J=kl_J)
