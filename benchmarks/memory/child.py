@@ -84,12 +84,12 @@ def find_peak(context: TaskContext, num_jobs: int, batch_size: int) -> dict[str,
 
 def find_duration(context: TaskContext) -> dict[str, Any]:
     """Seconds that the task trains and evaluates, checkpoints included, packed as its plan says."""
-    task, _ = pack(context)
+    context, _ = pack(context)
     with tempfile.TemporaryDirectory() as folder:
-        run_dir = RunDir.create(folder, task)
+        run_dir = RunDir.create(folder, context.task)
         start = time.perf_counter()
         with Journal(run_dir.journal_file) as journal:
-            run_alone(TaskSession.build(replace(context, task=task), journal, RunStart(run_dir=run_dir)))
+            run_alone(TaskSession.build(context, journal, RunStart(run_dir=run_dir)))
         duration_s = time.perf_counter() - start
         completed = sum(isinstance(entry.event, JobCompleted) for entry in read_entries(run_dir.journal_file))
     if completed != len(context.jobs):

@@ -214,8 +214,26 @@ def test_adapters_on_experts_are_measured_for_themselves(tmp_path: Path):
     from alto.executor.profiling.profile import _key
 
     tasks = make_task(tmp_path), make_task(tmp_path, target_parameters=["experts.down_proj"])
-    plain, on_experts = (_key(task, [], torch.device("cpu"), 1)["jobs"] for task in tasks)
+    lengths = [RowLength((SpanLength(100, 50),))]
+    plain, on_experts = (_key(task, lengths, torch.device("cpu"), 1)["jobs"] for task in tasks)
     assert plain != on_experts
+
+
+def test_tasks_with_about_the_same_lengths_share_a_measurement_and_others_do_not(tmp_path: Path):
+    from alto.executor.profiling.profile import _key
+
+    task = make_task(tmp_path)
+
+    def key(*tokens: int, trained: float = 0.5, replies: int = 1) -> object:
+        spans = [tuple(SpanLength(count, int(trained * count)) for _ in range(replies)) for count in tokens]
+        return _key(task, [RowLength(of_row) for of_row in spans], torch.device("cpu"), 1)
+
+    usual = key(100, 200, 300)
+    assert key(101, 199, 302) == usual
+    assert key(50, 60, 300) != usual, "shorter on average"
+    assert key(100, 130, 370) != usual, "the longest is longer"
+    assert key(100, 200, 300, trained=0.9) != usual
+    assert key(50, 100, 150, replies=2) != usual, "pairs"
 
 
 def _point(**changes: object) -> dict[str, object]:

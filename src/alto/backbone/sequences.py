@@ -90,56 +90,64 @@ class Sequences:
     def prefix_gradients(self, grad_KGD: Tensor) -> Tensor:
         """The gradient of the argument of :meth:`with_prefixes` from that of its result."""
         device = grad_KGD.device
-        grad_TGD = grad_KGD.index_select(0, self._send("own_keys", device, torch.int64))
-        lent_P, copies_PC = self._send("lent_tokens", device, torch.int64), self._copies(device)
+        lent_P, copies_PC, own_T = (self._send(name, device, torch.int64) for name in ("lent", "copies", "own_keys"))
+        grad_TGD = grad_KGD.index_select(0, own_T)
         padded = torch.cat([grad_KGD, grad_KGD.new_zeros(1, *grad_KGD.shape[1:])])
         copies = padded.index_select(0, copies_PC.flatten()).unflatten(0, copies_PC.shape)
         grad_TGD[lent_P] += copies.sum(1)
         return grad_TGD
 
     def _send(self, name: str, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Copied at the first use, from pinned memory, without host-device synchronisation."""
+        """Made and copied at the first use, from pinned memory, without host-device synchronisation."""
         if (name, device) not in self._sent:
-            numbers = torch.tensor(list(getattr(self, f"_{name}")()), dtype=dtype, pin_memory=device.type == "cuda")
-            self._sent[name, device] = numbers.to(device, non_blocking=True)
+            numbers = torch.as_tensor(getattr(self, f"_{name}")(), dtype=dtype)
+            pinned = numbers.pin_memory() if device.type == "cuda" else numbers
+            self._sent[name, device] = pinned.to(device, non_blocking=True)
         return self._sent[name, device]
 
-    def _offsets(self) -> Iterator[int]:
-        return accumulate(self.lengths, initial=0)
+    def _offsets(self) -> list[int]:
+        return list(accumulate(self.lengths, initial=0))
 
-    def _key_offsets(self) -> Iterator[int]:
-        return accumulate(self.key_lengths, initial=0)
+    def _key_offsets(self) -> list[int]:
+        return list(accumulate(self.key_lengths, initial=0))
 
-    def _key_tokens(self) -> Iterator[int]:
-        for provider, prefix, start, length in self._parts():
-            yield from range(provider, provider + prefix)
-            yield from range(start, start + length)
+    def _key_tokens(self) -> Tensor:
+        """The token at every place of the result of :meth:`with_prefixes`."""
+        ranges = [
+            torch.arange(first, first + count)
+            for provider, prefix, start, length in self._parts()
+            for first, count in ((provider, prefix), (start, length))
+        ]
+        return torch.cat(ranges)
 
-    def _own_keys(self) -> Iterator[int]:
-        """Where the own tokens of each sequence lie in the result of :meth:`with_prefixes`."""
-        for (_, prefix, _, length), key in zip(self._parts(), self._key_offsets(), strict=False):
-            yield from range(key + prefix, key + prefix + length)
+    def _own_keys(self) -> Tensor:
+        """The place of every token among the keys of its own sequence."""
+        keys = zip(self._parts(), self._key_offsets(), strict=False)
+        return torch.cat([torch.arange(key + prefix, key + prefix + length) for (_, prefix, _, length), key in keys])
 
-    def _lent_tokens(self) -> Iterator[int]:
-        """Tokens that are in the prefix of a sequence."""
-        return iter(self._copies_of())
+    def _lent(self) -> Tensor:
+        """Tokens that are in the prefix of a sequence, ``[P]``."""
+        lent = self._borrowers().items()
+        return torch.cat([torch.arange(provider, provider + max(prefixes)) for provider, (prefixes, _) in lent])
 
-    def _copies(self, device: torch.device) -> Tensor:
-        """Where each of these lies in the prefixes in the result of :meth:`with_prefixes`, ``[P, C]``; in rows with
-        fewer places than the longest, the place behind the last."""
-        if ("copies", device) not in self._sent:
-            copies = list(self._copies_of().values())
-            most, behind = max(map(len, copies)), sum(self.key_lengths)
-            numbers = torch.tensor([[*of_one, *[behind] * (most - len(of_one))] for of_one in copies])
-            pinned = numbers.pin_memory() if device.type == "cuda" else numbers
-            self._sent["copies", device] = pinned.to(device, non_blocking=True)
-        return self._sent["copies", device]
+    def _copies(self) -> Tensor:
+        """The places of each of these in prefixes, ``[P, C]``; the place behind all where it has fewer than another."""
+        behind, borrowers = sum(self.key_lengths), list(self._borrowers().values())
+        most = max(len(prefixes) for prefixes, _ in borrowers)
+        found = [torch.full((max(prefixes), most), behind) for prefixes, _ in borrowers]
+        for copies, (prefixes, keys) in zip(found, borrowers, strict=True):
+            for column, (prefix, key) in enumerate(zip(prefixes, keys, strict=True)):
+                copies[:prefix, column] = torch.arange(key, key + prefix)
+        return torch.cat(found)
 
-    def _copies_of(self) -> dict[int, list[int]]:
-        found: dict[int, list[int]] = {}
+    def _borrowers(self) -> dict[int, tuple[list[int], list[int]]]:
+        """By first token of a sequence that lends its beginning: the lengths of the prefixes, and where they begin."""
+        found: dict[int, tuple[list[int], list[int]]] = {}
         for (provider, prefix, _, _), key in zip(self._parts(), self._key_offsets(), strict=False):
-            for place in range(prefix):
-                found.setdefault(provider + place, []).append(key + place)
+            if prefix:
+                prefixes, keys = found.setdefault(provider, ([], []))
+                prefixes.append(prefix)
+                keys.append(key)
         return found
 
     def _parts(self) -> Iterator[tuple[int, int, int, int]]:

@@ -15,7 +15,7 @@ from alto.spec import Task
 
 __all__ = ["LEAST_TIMED_S", "MOST_TIMES", "MeasuringBudget", "usual_token_s"]
 
-LEAST_TIMED_S, MOST_TIMES = 2.0, 16
+LEAST_TIMED_S, MOST_TIMES = 1.0, 16
 """Steps are repeated for this long, for a stable duration, but no more often."""
 
 NUM_SIZES = 2

@@ -123,7 +123,10 @@ def plan(
     """
     found = _plan_fitting(context, on_measuring, refresh=refresh)
     at_cost = context.at_forward_share(found.forward_share)
-    return found if at_cost is context else _plan_fitting(at_cost, on_measuring, refresh=False)
+    if at_cost is context:
+        return found
+    again = _plan_fitting(at_cost, on_measuring, refresh=False)
+    return replace(again, is_cached=found.is_cached, profile_s=found.profile_s)
 
 
 def _plan_fitting(context: TaskContext, on_measuring: Callable[[float], None], *, refresh: bool) -> TaskPlan:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import platform
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -35,6 +37,9 @@ _UNMEASURED = "set max_slots, max_tokens_per_step and max_tokens_per_pass, so th
 
 _MAX_MEASURED = 1e18
 """Units: bytes, tokens and seconds."""
+
+_ABOUT = 1.2
+"""Ratio of two lengths that count as different."""
 
 _SHAPE_KEYS = ("r", *SHAPE_FIELDS[3:])
 """Settings of a job that decide which products its adapter adds to a step; a single scale changes no time."""
@@ -185,12 +190,21 @@ def _key(task: Task, lengths: Sequence[RowLength], device: torch.device, num_ran
                 for job in task.jobs
             }
         ),
-        "lengths": [length.spans for length in lengths],
+        "lengths": _about(lengths),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else name,
         "threads": torch.get_num_threads(),
         "ranks": num_ranks,
         "versions": cache.versions(),
     }
+
+
+def _about(lengths: Sequence[RowLength]) -> list[int]:
+    """Lengths to within a fifth: tasks with about the same rows share a measurement, as memory and time grow with the
+    tokens. Of all rows the mean, the longest, and the mean of trained tokens; and how many sequences a row has."""
+    tokens = [length.num_tokens for length in lengths]
+    trained = statistics.fmean(sum(span.num_trained for span in length.spans) for length in lengths)
+    numbers = (statistics.fmean(tokens), max(tokens), trained)
+    return [*(round(math.log(max(number, 1.0), _ABOUT)) for number in numbers), len(lengths[0].spans)]
 
 
 def _has_router_loss(config: JobConfig) -> bool | None:
