@@ -206,11 +206,8 @@ class Task(DataKeys):
         if isinstance(given.get("dataset"), list | tuple):
             given["dataset"] = parse_sources(given["dataset"], default_name)
         space = given.get("search_space", {})
-        given["search_space"] = (
-            auto_space(fixed=fixed, compares_replies=method.compares_replies)
-            if space == AUTO
-            else _search_space(space, method)
-        )
+        auto = auto_space(fixed=fixed, compares_replies=method.compares_replies)
+        given["search_space"] = auto if space == AUTO else _search_space(space, method)
         given.setdefault("name", default_name(given.get("dataset")))
         check_given_once(given, fixed)
         aliases = _aliases(method)
