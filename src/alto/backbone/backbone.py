@@ -85,6 +85,7 @@ class Backbone:
             self.is_padded, self.why_padded = True, str(refusal)
             self._replace_attention()
             probe(self, self._head)
+        self._has_chunks = attention.has_chunks(model)
         self._fuse(is_compiled=torch_compile)
         if gradient_checkpointing:
             self.checkpoint_layers()
@@ -99,7 +100,7 @@ class Backbone:
     def shares_beginnings(self) -> bool:
         """Whether sequences with the same beginning can share it: a packed pass computes it once. A model that attends
         in chunks cannot."""
-        return not self.is_padded and not attention.has_chunks(self.model)
+        return not self.is_padded and not self._has_chunks
 
     @property
     def max_length(self) -> int | None:

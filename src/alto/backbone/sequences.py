@@ -151,7 +151,7 @@ class Sequences:
         return found
 
     def _parts(self) -> Iterator[tuple[int, int, int, int]]:
-        """Of every sequence the first token of its prefix, the prefix's length, its own first token and length."""
+        """Yield for every sequence the start and the length of its prefix, and its own start and length."""
         assert self._prefixes is not None
         provider = 0
         for prefix, length, start in zip(self._prefixes, self.lengths, self._offsets(), strict=False):

@@ -148,7 +148,7 @@ class Standing:
         step: Steps the job has done.
         validation_loss: Of the evaluation it competes with: that at the rung while it still trains, that of its best
             checkpoint when it has ended. NaN or infinity ranks last.
-        score, score_rows, loss_scale, start_loss, loss_rows: Of the same evaluation, see :class:`LossPoint`.
+        score, score_rows, loss_scale, start_loss, loss_rows: Values of the same evaluation; see :class:`LossPoint`.
         is_training: Whether the job would continue if kept. A job that has ended (overfitting, or all its
             steps done) still competes for a place with its best checkpoint.
     """

@@ -42,7 +42,7 @@ def usual_learning_rate(hidden_size: int, *, compares_replies: bool = False) -> 
     """Return the learning rate that is usually good for a base model of ``hidden_size``, for any rank.
 
     Args:
-        hidden_size: Of the base model.
+        hidden_size: Hidden size of the base model.
         compares_replies: Whether the method learns which replies are better.
     """
     rate = max(_LEAST_RATE, _REFERENCE_RATE * math.pow(_REFERENCE_SIZE / hidden_size, _EXPONENT))

@@ -130,7 +130,7 @@ def plan(
 
 
 def _plan_fitting(context: TaskContext, on_measuring: Callable[[float], None], *, refresh: bool) -> TaskPlan:
-    """What the task takes, with gradient checkpointing where it would not fit otherwise and may have it."""
+    """Plan the task; recompute activations where ``gradient_checkpointing`` is "auto" and it does not fit otherwise."""
     task = context.task
     if task.gradient_checkpointing != "auto":
         return _plan(context, task, on_measuring, refresh=refresh)

@@ -199,8 +199,8 @@ def _key(task: Task, lengths: Sequence[RowLength], device: torch.device, num_ran
 
 
 def _about(lengths: Sequence[RowLength]) -> list[int]:
-    """Lengths to within a fifth: tasks with about the same rows share a measurement, as memory and time grow with the
-    tokens. Of all rows the mean, the longest, and the mean of trained tokens; and how many sequences a row has."""
+    """Round the lengths, so that tasks with about the same rows share a measurement: memory and time grow with the
+    tokens. The numbers are the mean and the longest row, the mean of trained tokens, and the sequences of a row."""
     tokens = [length.num_tokens for length in lengths]
     trained = statistics.fmean(sum(span.num_trained for span in length.spans) for length in lengths)
     numbers = (statistics.fmean(tokens), max(tokens), trained)
