@@ -56,8 +56,8 @@ def budgeted(
 
     At a rung a job is evaluated for a share of the time that it has trained since the rung before. After the last rung
     it is evaluated as often as the share pays for the fewest rows. In the end, the best jobs are measured for a share
-    of the whole time of training; one of them on all rows where the whole share would pay for that. The fewest rows that
-    tell jobs apart are evaluated even beyond the share.
+    of the whole time of training; one of them on all rows where the whole share would pay for that. The fewest rows
+    that tell jobs apart are evaluated even beyond the share.
 
     Args:
         settings: Early exit with explicit rungs.
