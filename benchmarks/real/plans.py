@@ -28,6 +28,7 @@ class Scale:
         quickstart_rows: Training and validation rows of the piece ``QUICKSTART``.
         repeats: How often ``alto`` is measured; once in pieces that are not named.
         trl_jobs: How many jobs of every batch size TRL trains where no number is named.
+        trl_shares: Share of the steps of these jobs that TRL trains, by piece; all steps of pieces that are not named.
         is_timed: Whether times mean something: every run of ALTO has a process of its own; else only those of ``alto``
             in the first sweep have one.
     """
@@ -37,6 +38,7 @@ class Scale:
     quickstart_rows: tuple[int, int]
     repeats: Mapping[str, int]
     trl_jobs: int
+    trl_shares: Mapping[str, float]
     is_timed: bool
 
 
@@ -72,6 +74,7 @@ SCALES: Mapping[str, Scale] = {
         quickstart_rows=(8, 4),
         repeats={"dpo": 2},
         trl_jobs=1,
+        trl_shares={"sweep24": 0.5},
         is_timed=False,
     ),
     "cpu": Scale(
@@ -113,7 +116,8 @@ SCALES: Mapping[str, Scale] = {
         },
         quickstart_rows=(400, 5000),
         repeats={"sweep12": 3, QUICKSTART: 3},
-        trl_jobs=2,
+        trl_jobs=1,
+        trl_shares={"sweep24": 0.25, "dpo": 0.25},
         is_timed=True,
     ),
 }

@@ -267,14 +267,19 @@ class Measurement:
         job = [job for job in setting.task.jobs if job.config.per_device_train_batch_size == batch_size][number]
         prepare_s = setting.prepare_s
         best = BestAdapter(folder / "best")
-        found = setting.train_with_trl(job, best)
+        share = self._scale.trl_shares.get(self.name, 1.0)
+        found = setting.train_with_trl(job, best, share)
+        evaluation_s = found.eval_s if share == 1 else found.eval_s * job.config.num_train_epochs
+        duration_s = found.duration_s - found.train_s - found.eval_s + found.train_s / share + evaluation_s
         test_loss, failures = judged(setting, best.folder, best.loss) if best.folder.exists() else (None, [])
-        print(f"{self.name} trl {job.id}: {found.duration_s:.1f} s, best {best_loss(found):.4f}", flush=True)
+        print(f"{self.name} trl {job.id}: {share:.0%} in {found.duration_s:.1f} s, all in {duration_s:.1f} s", flush=True)
         row = self._row(
             job=job.id,
             prepare_s=prepare_s,
-            duration_s=found.duration_s,
-            evaluation_s=found.eval_s,
+            share=share,
+            measured_s=found.duration_s,
+            duration_s=duration_s,
+            evaluation_s=evaluation_s,
             validation_loss=best_loss(found),
             test_loss=test_loss,
             samples=found.samples,
@@ -348,9 +353,11 @@ def notes(options: argparse.Namespace) -> list[str]:
         jobs = len(size.learning_rates) * len(size.ranks) * len(size.batch_sizes)
         what = "preference pairs" if name == "dpo" else "rows of GSM8K"
         measured = min(options.trl_jobs * len(size.batch_sizes), jobs)
+        share = scale.trl_shares.get(name, 1.0)
+        part = f"the first {share:.0%} of the steps of {measured}" if share < 1 else f"{measured}"
         found.append(
             f"{name}: {jobs} configurations on {size.train} {what}, {size.epochs} epochs; {size.validation} rows to "
-            f"choose by, {test} that nothing is chosen by. TRL trains {measured} of them, as many of every batch size; "
+            f"choose by, {test} that nothing is chosen by. TRL trains {part} of them, as many of every batch size; "
             "they stand for all."
         )
     return [

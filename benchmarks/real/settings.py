@@ -49,8 +49,8 @@ class Setting(Protocol):
     @property
     def prepare_s(self) -> float: ...
 
-    def train_with_trl(self, job: Job, best: BestAdapter) -> BaselineJob:
-        """Train ``job``, evaluated after every epoch; ``best`` keeps its best adapter, where TRL's trainer lets it."""
+    def train_with_trl(self, job: Job, best: BestAdapter, share: float) -> BaselineJob:
+        """Train the first ``share`` of ``job``: :func:`trl_config`. ``best`` keeps its best adapter, if TRL lets it."""
         ...
 
     def worth(self, adapter: Path) -> tuple[float, float]:
@@ -84,9 +84,9 @@ class Answers:
     def prepare_s(self) -> float:
         return self.sweep.prepared.duration_s
 
-    def train_with_trl(self, job: Job, best: BestAdapter) -> BaselineJob:
-        steps = epoch_ends(job, self.num_train)
-        return train_one(self.sweep.prepared, job.config.model_dump(), eval_at_steps=steps, on_evaluation=best.keep)
+    def train_with_trl(self, job: Job, best: BestAdapter, share: float) -> BaselineJob:
+        config, steps = trl_config(job, self.num_train, share)
+        return train_one(self.sweep.prepared, config, eval_at_steps=steps, on_evaluation=best.keep)
 
     def worth(self, adapter: Path) -> tuple[float, float]:
         train, _, test = self._splits
@@ -129,13 +129,10 @@ class Pairs:
     def prepare_s(self) -> float:
         return float(self._prepared.duration_s)
 
-    def train_with_trl(self, job: Job, best: BestAdapter) -> BaselineJob:
-        return train_on_pairs(
-            self._prepared,
-            job.config.model_dump(),
-            start=first_adapter(load_backbone(self.task.base_model), job.config),
-            eval_at_steps=epoch_ends(job, self.num_train),
-        )
+    def train_with_trl(self, job: Job, best: BestAdapter, share: float) -> BaselineJob:
+        config, steps = trl_config(job, self.num_train, share)
+        start = first_adapter(load_backbone(self.task.base_model), job.config)
+        return train_on_pairs(self._prepared, config, start=start, eval_at_steps=steps)
 
     def worth(self, adapter: Path) -> tuple[float, float]:
         prepared = self._prepared
@@ -150,11 +147,17 @@ class Pairs:
         return None  # of pairs, alto evaluate has preferences but no loss
 
 
-def epoch_ends(job: Job, num_train: int) -> list[int]:
-    """The last step of every epoch of a job."""
-    settings = JobSettings.of(job.config.model_dump())
+def trl_config(job: Job, num_train: int, share: float) -> tuple[dict[str, Any], list[int]]:
+    """Return what TRL is given to train the first ``share`` of a job, and the steps at which it evaluates.
+
+    These are the ends of epochs, or, of a part, its last step: one evaluation, which is repeated in every epoch.
+    """
+    config = job.config.model_dump()
+    config["num_train_epochs"] *= share
+    settings = JobSettings.of(config)
+    last = settings.total_steps(num_train)
     an_epoch = math.ceil(num_train / settings.per_device_train_batch_size)
-    return list(range(an_epoch, settings.total_steps(num_train) + 1, an_epoch))
+    return config, [last] if share < 1 else list(range(an_epoch, last + 1, an_epoch))
 
 
 def quickstart(num_train: int, num_validation: int, folder: Path) -> Task:
