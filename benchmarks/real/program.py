@@ -272,7 +272,7 @@ class Measurement:
         evaluation_s = found.eval_s if share == 1 else found.eval_s * job.config.num_train_epochs
         duration_s = found.duration_s - found.train_s - found.eval_s + found.train_s / share + evaluation_s
         test_loss, failures = judged(setting, best.folder, best.loss) if best.folder.exists() else (None, [])
-        print(f"{self.name} trl {job.id}: {share:.0%} in {found.duration_s:.1f} s, all in {duration_s:.1f} s", flush=True)
+        print(f"{self.name} trl {job.id}: {found.duration_s:.1f} s, whole {duration_s:.1f} s", flush=True)
         row = self._row(
             job=job.id,
             prepare_s=prepare_s,
