@@ -1,5 +1,5 @@
-"""A module of a model apart from its weights: what its forward pass computes is tried on others, small ones, also where
-its own are quantised or sharded."""
+"""Copies of a model's modules with other, small weights, to test what a module's forward pass computes. This also works
+where the module's own weights are quantised or sharded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["bare_copy", "is_near"]
 def bare_copy(
     module: nn.Module, *, weights: Mapping[str, Tensor] | None = None, children: Mapping[str, nn.Module] | None = None
 ) -> Any:
-    """A module of the same class with the same settings, without hooks, and with these weights and submodules alone."""
+    """Return a module of the same class and settings, without hooks, that has only these weights and submodules."""
     copy: Any = object.__new__(type(module))
     nn.Module.__init__(copy)
     internal = set(vars(copy))
@@ -28,6 +28,6 @@ def bare_copy(
 
 
 def is_near(found: Tensor, expected: Tensor, limit: float) -> bool:
-    """Whether all numbers differ by at most ``limit``, relative to the largest of their row; False for NaN."""
+    """Return whether all numbers differ by at most ``limit``, relative to the largest of their row; False for NaN."""
     largest = expected.double().abs().amax(-1, keepdim=True)
     return bool(((found.double() - expected.double()).abs() <= limit * largest).all())

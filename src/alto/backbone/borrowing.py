@@ -1,8 +1,8 @@
-"""A base model that a user gives as an object: what is refused, and that it is afterwards as it was.
+"""Checks a base model that the user passes as an object, and restores it after training.
 
-Training wraps modules, replaces the attention, sets patterns and flags on modules, and freezes parameters. All of that
-is in the attributes of modules, of their configurations and of parameters, which are noted before and put back after.
-The numbers themselves are never changed.
+Training wraps modules, replaces the attention, sets patterns and flags on modules, and freezes parameters. All of these
+changes are in the attributes of modules, of their configurations and of parameters. The attributes are saved before
+training and restored after it. The weights themselves are never changed.
 """
 
 from __future__ import annotations
@@ -30,17 +30,19 @@ _NAME_IT = "or name the model by its id or its folder, which ALTO loads itself"
 
 @contextlib.contextmanager
 def borrowed(objects: BaseObjects, device: torch.device) -> Iterator[None]:
-    """The model may be changed inside: its modules, their attributes and configurations, and which parameters require
-    gradients. All of these are as before when the block is left, also by an error. The tokenizer is not changed.
+    """Allow changes of the model inside the context, and undo them when it ends, also after an error.
+
+    Modules, their attributes and configurations, and ``requires_grad`` of parameters are restored. The tokenizer is not
+    changed.
 
     Args:
-        objects: The model, without adapters of any kind.
-        device: Where the task is trained.
+        objects: The model, without adapters of any kind, and its tokenizer.
+        device: The device of the training.
 
     Raises:
-        ModelError: It is no model of transformers, or has another tokenizer.
-        UnsupportedError: It is on another device, quantised, sharded, or has adapters of PEFT.
-        RunBusyError: Another task of this process trains on it.
+        ModelError: The model is not one of transformers, or the tokenizer does not fit it.
+        UnsupportedError: The model is on another device, quantised, sharded, or has adapters of PEFT.
+        RunBusyError: Another task of this process trains on the model.
     """
     model = objects.model
     _check(objects, device)
@@ -64,13 +66,13 @@ def borrowed(objects: BaseObjects, device: torch.device) -> Iterator[None]:
 
 
 def _noted(module: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """The attributes of ``module``, and what is in those that are mappings: its submodules, parameters and hooks."""
+    """Return the attributes of ``module``, and a copy of each one that is a mapping: submodules, parameters, hooks."""
     return {name: (value, dict(value) if isinstance(value, dict) else None) for name, value in vars(module).items()}
 
 
 def _put_back(module: nn.Module, noted: dict[str, tuple[Any, Any]]) -> None:
     for value, entries in noted.values():
-        if entries is not None:  # the same mapping, as handles of hooks refer to it
+        if entries is not None:  # keep the mapping itself: handles of hooks refer to it
             value.clear()
             value.update(entries)
     vars(module).clear()
@@ -78,7 +80,7 @@ def _put_back(module: nn.Module, noted: dict[str, tuple[Any, Any]]) -> None:
 
 
 def _configs(model: PreTrainedModel) -> list[Any]:
-    """All configurations of ``model`` and of its parts, each once."""
+    """Return all configurations of ``model`` and of its parts, each once."""
     found: dict[int, Any] = {}
     names = ("config", "generation_config")
     waiting: list[Any] = [vars(module).get(name) for module in model.modules() for name in names]
@@ -139,7 +141,7 @@ def _check_weights(model: PreTrainedModel, name: str, device: torch.device) -> N
             f"activations; load it without device_map, {_NAME_IT}"
         )
     places = sorted({str(tensor.device) for tensor in (*model.parameters(), *model.buffers())})
-    wanted = torch.empty(0, device=device).device  # cuda is the current GPU
+    wanted = torch.empty(0, device=device).device  # "cuda" becomes the current GPU
     if places != [str(wanted)]:
         raise UnsupportedError(
             f"model: expected all weights on {wanted}, where this engine trains, found {name} on "

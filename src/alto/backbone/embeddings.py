@@ -16,13 +16,14 @@ __all__ = ["changed_embeddings"]
 
 @contextmanager
 def changed_embeddings(backbone: Backbone, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """While the context lasts, what the embedding layer gives for the tokens of a forward pass, ``[T, H]``, is replaced
-    by ``change`` of it. What a model makes of it afterwards, such as a factor, comes after the change, as it does with
-    the hook of transformers' NEFTune.
+    """Apply ``change`` to the output of the embedding layer in forward passes inside the context.
+
+    If the model processes this output further, for example by a factor, it does so after the change, as with the hook
+    of transformers' NEFTune.
 
     Args:
         backbone: The base model.
-        change: Takes and gives ``[T, H]``, tokens in the order of the batch.
+        change: Takes and returns ``[T, H]``, with the tokens in the order of the batch.
     """
 
     def hook(_module: Any, _inputs: Any, output: Tensor) -> Tensor:

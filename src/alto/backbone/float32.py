@@ -1,4 +1,4 @@
-"""Running a model of half precision in float32, a module at a time, without a second copy of it."""
+"""Runs a half-precision model in float32, one module at a time, without a second copy of it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 def can_widen(model: nn.Module) -> bool:
-    """Whether ``model`` is of half precision, and neither quantised nor sharded."""
+    """Return whether ``model`` is in half precision, and neither quantised nor sharded."""
     dtypes = {parameter.dtype for parameter in model.parameters()}
     is_half = bool(dtypes.intersection(_HALF)) and all(dtype.is_floating_point for dtype in dtypes)
     return is_half and not any(is_sharded(module) for module in model.modules())
@@ -25,7 +25,7 @@ def can_widen(model: nn.Module) -> bool:
 
 @contextmanager
 def in_float32(model: nn.Module) -> Iterator[None]:
-    """Each module of ``model`` has its own parameters in float32 while it runs, so its outputs are float32."""
+    """Convert each module's own parameters to float32 while it runs, so that its outputs are float32."""
     running: dict[nn.Module, ExitStack] = {}
 
     def enter(module: nn.Module, _: Any) -> None:
@@ -44,13 +44,13 @@ def in_float32(model: nn.Module) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-        for stack in running.values():  # where an error has ended a forward pass
+        for stack in running.values():  # not empty if an error has ended a forward pass
             stack.close()
 
 
 @contextmanager
 def widened(module: nn.Module) -> Iterator[None]:
-    """The module's own parameters and buffers are float32 inside the context, and restored after it."""
+    """Convert the module's own parameters and buffers to float32 inside the context, and restore them after it."""
     kept = [(value, value.data) for value in _own(module) if _is_half(value)]
     try:
         for value, data in kept:

@@ -1,4 +1,4 @@
-"""A forward pass that takes the place of a module's own."""
+"""A forward pass that replaces a module's own."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ __all__ = ["FusedForward"]
 
 
 class FusedForward:
-    """Set as ``forward`` of a module, it computes in fewer kernels what the module's class computes.
+    """The ``forward`` attribute of a module that computes the same as the module's class with fewer kernels.
 
     It does not keep the module alive.
 
     Attributes:
         op: The operation that is fused.
-        signature: Two with equal ones launch the same kernels.
-        is_observed: Whether the model's forward pass has been observed.
-        why_not: Why the module's own forward pass computed instead; empty where it never did.
+        signature: Two forward passes with equal signatures launch the same kernels.
+        is_observed: Whether the model's trial forward pass is over.
+        why_not: Why the module's own forward pass was used instead; empty if it never was.
     """
 
     op: ClassVar[str]
@@ -41,16 +41,16 @@ class FusedForward:
         raise NotImplementedError
 
     def sample(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Launch once, forward and backward and on a few tokens, what a step of training launches.
+        """Launch the kernels of a training step once, forward and backward, on a few tokens.
 
         Args:
-            dtype: Of the activations.
-            device: Of the model.
+            dtype: Dtype of the activations.
+            device: Device of the model.
         """
         raise NotImplementedError
 
     def own_forward(self, why: str, *args: Any, **kwargs: Any) -> Tensor:
-        """The forward pass of the module's class, and ``why`` it computes."""
+        """Run the forward pass of the module's class, and record why it is used."""
         self.why_not = why
         output: Tensor = type(self.module).forward(self.module, *args, **kwargs)
         return output

@@ -1,4 +1,4 @@
-"""The output head of a base model whose losses, and their gradients, are one kernel."""
+"""Computes the losses of an output head, and their gradients, in one kernel."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _MAX_ROUNDINGS = 4
 
 
 def why_no_kernel(head: OutputHead, functions: ModuleType) -> str:
-    """Why a kernel cannot compute the losses of the logits of ``head``; empty where it can.
+    """Return why a kernel cannot compute the losses of the logits of ``head``; empty if it can.
 
     Args:
-        head: After it was observed.
+        head: The output head, already observed.
         functions: :mod:`alto.kernels.layer_functions`.
     """
     if head.scale is not None or head.softcap is not None:
@@ -42,7 +42,7 @@ def why_no_kernel(head: OutputHead, functions: ModuleType) -> str:
 
 
 def sample_losses(head: OutputHead, dtype: torch.dtype, device: torch.device) -> None:
-    """Launch the kernels of ``head`` once, on one token, with and without a gradient; other arguments as of
+    """Launch the loss kernel of ``head`` once on one token, with and without a gradient; for the other arguments see
     :meth:`alto.backbone.fused_forward.FusedForward.sample`."""
     if head.kernel is None:
         return

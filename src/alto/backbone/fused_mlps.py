@@ -1,4 +1,4 @@
-"""Gated MLPs of a base model whose activation and product are one kernel; their linear layers are as they were."""
+"""Runs activation and product of a base model's gated MLPs as one kernel; their linear layers are unchanged."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from alto.kernels.layer_reference import swiglu
 __all__ = ["FusedMlp", "linear_names", "why_unfused"]
 
 _LINEAR_NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"), ("gate_up_proj", "down_proj"))
-"""Names of the linear layers of transformers' gated MLPs; where the first gives gate and up in one, there are two."""
+"""Names of the linear layers in transformers' gated MLPs. With two names, the first layer computes gate and up."""
 
 _NUM_TOKENS, _WIDTH = 3, 40
 _SIZES = (1.0, 10.0, 0.01)
-"""Of the tokens that are tried."""
+"""Magnitudes of the test tokens."""
 
 _MAX_ROUNDINGS = 4
 
@@ -54,8 +54,8 @@ class FusedMlp(FusedForward):
 
 
 def linear_names(module: nn.Module) -> tuple[str, ...] | None:
-    """The names of its linear layers where ``module`` has the structure of a gated MLP: them, at most an activation,
-    and nothing else."""
+    """Return the names of the linear layers of a gated MLP; None if ``module`` does not have its structure: linear
+    layers, at most an activation, and nothing else."""
     children = dict(module.named_children())
     for names in _LINEAR_NAMES:
         others = [child for name, child in children.items() if name not in names]
@@ -68,17 +68,17 @@ def linear_names(module: nn.Module) -> tuple[str, ...] | None:
 def why_unfused(
     module: nn.Module, names: tuple[str, ...], functions: ModuleType, dtype: torch.dtype, device: torch.device
 ) -> str:
-    """Why the kernel cannot take the place of activation and product in an MLP; empty where it can.
+    """Return why the kernel cannot replace activation and product in an MLP; empty if it can.
 
-    Its class is tried with linear layers that give random numbers. What reaches the last one must be
-    ``silu(gate) · up`` to the bit.
+    The class of the MLP is run with linear layers that return random numbers. The input of the last linear layer must
+    be bit-identical to ``silu(gate) · up``.
 
     Args:
-        module: Has :func:`linear_names`.
-        names: They.
+        module: A gated MLP.
+        names: Its :func:`linear_names`.
         functions: :mod:`alto.kernels.layer_functions`.
-        dtype: Of the activations.
-        device: Of the model.
+        dtype: Dtype of the activations.
+        device: Device of the model.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -95,7 +95,7 @@ def why_unfused(
         own = {name: child for name, child in module.named_children() if name not in names}
         try:
             expected = bare_copy(module, children={**own, **stubs, names[-1]: nn.Identity()})(x)
-        except Exception:  # of a forward pass of an unknown kind
+        except Exception:  # an unknown forward pass may raise anything
             return "its forward pass is another one"
         if not isinstance(expected, Tensor) or not torch.equal(expected, swiglu(gate, up)):
             return "its activation is not silu(gate) · up"
@@ -108,7 +108,7 @@ def why_unfused(
 
 
 class _Given(nn.Module):
-    """Stands for a linear layer: ``y`` for the input ``x`` itself."""
+    """A replacement for a linear layer that returns ``y`` for the input ``x``."""
 
     def __init__(self, x: Tensor, y: Tensor) -> None:
         super().__init__()

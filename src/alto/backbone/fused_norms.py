@@ -1,4 +1,4 @@
-"""RMS norms of a base model that compute as one kernel."""
+"""Runs each RMS norm of a base model as one kernel."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from alto.kernels.layer_reference import rms_norm
 __all__ = ["FusedNorm", "fused_norm", "norm_signature"]
 
 _EPSILONS = ("variance_epsilon", "eps")
-"""Names that transformers' norms have for what is added to the mean square."""
+"""Attributes in which transformers' norms keep the number that is added to the mean square."""
 
 _ROW_SIZES = (1.0, 1e-3, 30.0, 0.0, 1.0)
-"""Of the rows that are tried: the mean square of the second is about a usual epsilon."""
+"""Magnitudes of the test rows; the mean square of the second row is close to a typical epsilon."""
 
 _MAX_ROUNDINGS = 4
-"""Of outputs and gradients; two are the most by which another order of summation can change them."""
+"""Allowed difference of outputs and gradients; another order of summation changes them by two roundings at most."""
 
 
 class FusedNorm(FusedForward):
@@ -50,8 +50,8 @@ class FusedNorm(FusedForward):
 
 
 def norm_signature(module: nn.Module) -> tuple[Any, ...] | None:
-    """All that decides what an RMS norm computes, but for its numbers; None where ``module`` has not the structure of
-    one: a weight for each number of a row, an epsilon, and nothing else."""
+    """Return everything except the weights that decides what an RMS norm computes; None if ``module`` does not have the
+    structure of an RMS norm: one weight for each number of a row, an epsilon, and nothing else."""
     weight = module._parameters.get("weight")
     has_more = len(module._parameters) != 1 or any(module.children()) or any(module.buffers())
     if weight is None or weight.dim() != 1 or has_more or isinstance(module, nn.LayerNorm):
@@ -61,15 +61,15 @@ def norm_signature(module: nn.Module) -> tuple[Any, ...] | None:
 
 
 def fused_norm(module: nn.Module, functions: ModuleType, device: torch.device) -> tuple[NormKind, float] | str:
-    """What an RMS norm computes, or why no kernel can take its place.
+    """Return the kind and the epsilon of an RMS norm, or the reason why no kernel can replace it.
 
-    Its class is tried on rows of random numbers with random weights: its outputs must be those of one of the known
-    kinds, to the bit, and those of the kernel, and its gradients, to rounding.
+    The class of the norm is run on random rows with random weights. Its outputs must be bit-identical to those of a
+    known kind. Outputs and gradients must equal those of the kernel up to rounding.
 
     Args:
-        module: Has a :func:`norm_signature`.
+        module: An RMS norm: :func:`norm_signature` is not None.
         functions: :mod:`alto.kernels.layer_functions`.
-        device: Of the model.
+        device: Device of the model.
     """
     epsilon = next(value for name in _EPSILONS if (value := vars(module).get(name)) is not None)
     weight: Any = module.weight

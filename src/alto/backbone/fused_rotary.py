@@ -1,4 +1,4 @@
-"""Attention of a base model that rotates queries and keys in one kernel; the rest of it is as it was."""
+"""Rotates the queries and keys of a base model's attention in one kernel; the rest of the attention is unchanged."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from alto.kernels.layer_reference import rotary
 __all__ = ["FusedRotary", "Rotation", "fused_rotation", "rotating_function"]
 
 _NAME = "apply_rotary_pos_emb"
-"""What every model of transformers calls its function."""
+"""Name of the rotating function in every model of transformers."""
 
 _NO_EFFECT = "transformers.utils.deprecation"
-"""Whose decorators only rename arguments of earlier versions."""
+"""Module of decorators that only rename arguments of earlier versions."""
 
 _MAX_ROUNDINGS = 4
 
 
 class Rotation:
-    """Takes the place of a model's function that rotates queries and keys.
+    """A replacement for a model's function that rotates queries and keys.
 
     Attributes:
-        why_not: Why the function itself computed instead; empty where it never did.
-        is_observed: Whether the model's forward pass has been observed, in which the layouts of queries and keys are
-            noted.
+        why_not: Why the model's function was used instead; empty if it never was.
+        is_observed: Whether the model's trial forward pass is over, in which the layouts of queries and keys are
+            recorded.
 
     Args:
-        function: The function.
+        function: The model's function.
         functions: :mod:`alto.kernels.layer_functions`.
-        dtypes: Of queries and cosines, pairs with which the kernel's numbers are those of ``function``.
+        dtypes: Pairs of dtypes, of queries and of cosines, for which the kernel gives the numbers of ``function``.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class FusedRotary(FusedForward):
         super().__init__(module, id(rotation))
 
     @property
-    def why_not(self) -> str:  # of all modules of a class
+    def why_not(self) -> str:  # shared by all modules of a class
         return self._rotation.why_not
 
     @why_not.setter
@@ -114,7 +114,7 @@ class FusedRotary(FusedForward):
 
 
 def rotating_function(kind: type[nn.Module]) -> FunctionType | None:
-    """The forward pass of a class of modules, without decorators, where it calls the function of that name."""
+    """Return the undecorated forward pass of a class of modules if it calls the rotating function; else None."""
     function = inspect.unwrap(kind.forward)
     if not isinstance(function, FunctionType) or _NAME not in function.__code__.co_names:
         return None
@@ -124,16 +124,16 @@ def rotating_function(kind: type[nn.Module]) -> FunctionType | None:
 def fused_rotation(
     kind: type[nn.Module], function: FunctionType, functions: ModuleType, dtype: torch.dtype, device: torch.device
 ) -> tuple[Callable[..., Any], Rotation] | str:
-    """The forward pass ``function`` of ``kind`` with another rotation, and that rotation; or why there is none.
+    """Return a forward pass for ``kind`` that rotates with the kernel, and this rotation; or why there is none.
 
-    The module of transformers is not changed: the new function has the same code and other globals.
+    The module of transformers is not changed: the new function has the same code as ``function`` but other globals.
 
     Args:
         kind: Class of the modules.
         function: Its :func:`rotating_function`.
         functions: :mod:`alto.kernels.layer_functions`.
-        dtype: Of the activations.
-        device: Of the model.
+        dtype: Dtype of the activations.
+        device: Device of the model.
     """
     wrapper: Any = kind.forward
     while wrapper is not function:
@@ -141,7 +141,7 @@ def fused_rotation(
             return f"its forward pass has a decorator of {wrapper.__globals__['__name__']}"
         wrapper = wrapper.__wrapped__
     own = function.__globals__[_NAME]
-    wide = torch.float32  # of some models' cosines; and of everything where a model is checked in float32
+    wide = torch.float32  # dtype of some models' cosines, and of all tensors when a model is checked in float32
     pairs = dict.fromkeys([(dtype, dtype), (dtype, wide), (wide, wide)])
     dtypes = frozenset(pair for pair in pairs if _is_same(own, functions, *pair, device))
     if not any(of_queries == dtype for of_queries, _ in dtypes):
@@ -161,7 +161,7 @@ def fused_rotation(
 def _is_same(
     own: Callable[..., Any], functions: ModuleType, dtype: torch.dtype, angle: torch.dtype, device: torch.device
 ) -> bool:
-    """Whether ``own`` gives the numbers of the reference to the bit, and those of the kernel to rounding."""
+    """Return whether ``own`` is bit-identical to the reference, and equal to the kernel up to rounding."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
@@ -178,7 +178,7 @@ def _is_same(
                 one.dtype == other.dtype and torch.equal(one, other)
                 for one, other in zip(expected, rotary(q, k, cos, sin), strict=True)
             )
-        except Exception:  # of a function of an unknown kind
+        except Exception:  # an unknown function may raise anything
             return False
         if not is_same:
             return False

@@ -12,14 +12,15 @@ __all__ = ["LengthLimit", "length_limit", "limits_of"]
 
 
 class LengthLimit(NamedTuple):
-    """Tokens of the longest sequence that every forward pass computes alike, and what happens to longer ones."""
+    """The length of the longest sequence whose result does not depend on the rest of the forward pass, in tokens, and
+    the reason why longer sequences do."""
 
     num_tokens: int
     why: str
 
 
 def length_limit(config: PreTrainedConfig) -> LengthLimit | None:
-    """The limit of a model that ``config`` describes; None where it has none."""
+    """Return the limit of the model that ``config`` describes; None if it has no limit."""
     text = config.get_text_config()
     limits = []
     rope = getattr(text, "rope_parameters", None) or {}
@@ -36,12 +37,12 @@ def length_limit(config: PreTrainedConfig) -> LengthLimit | None:
 
 
 def limits_of(config: PreTrainedConfig) -> ModelLimits:
-    """The limits of the model that ``config`` describes.
+    """Return the limits of the model that ``config`` describes.
 
-    Positions are ``max_position_embeddings`` (``n_positions`` and the like are other names of it, which transformers
-    maps). OPT's table has two rows more, which are not positions. A model with rotary positions also runs on longer
-    rows, but was not trained on them, so the configured limit holds there too. YaRN multiplies the limit by its factor.
-    None where the configuration has no limit: ALiBi, state spaces.
+    The number of positions is ``max_position_embeddings`` (transformers maps other names, such as ``n_positions``, to
+    it). OPT's table has two more rows, which are not positions. A model with rotary positions also runs on longer rows,
+    but was not trained on them, so the configured limit holds there too. YaRN multiplies the limit by its factor. The
+    number is None if the configuration has no limit: ALiBi, state space models.
     """
     text: Any = config.get_text_config()
     said = getattr(text, "max_position_embeddings", None)

@@ -1,5 +1,5 @@
-"""Next-token loss, chunk by chunk: the logits of all tokens are never in memory together, and the frozen head gets no
-gradient.
+"""Computes the next-token loss chunk by chunk: the logits of all tokens are never in memory together, and the frozen
+head gets no gradient.
 
 Shapes: ``S`` trained tokens, ``C`` tokens of a chunk, ``H`` hidden size, ``V`` vocabulary, ``Q`` ranks of adapters.
 """
@@ -16,23 +16,23 @@ from torch.nn import functional as F
 __all__ = ["CrossEntropy", "LogitAdapters", "token_losses"]
 
 CrossEntropy = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""A kernel: see :func:`alto.kernels.layer_reference.cross_entropy`."""
+"""The signature of a loss kernel; see :func:`alto.kernels.layer_reference.cross_entropy`."""
 
 _CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 26}
-"""Logits of a chunk: 8 MiB of float32, which stay in a CPU's cache; 256 MiB on a GPU, enough to fill it."""
+"""Number of logits in a chunk: 8 MiB of float32 stay in a CPU's cache; 256 MiB are enough to keep a GPU busy."""
 
 _MIN_CHUNK_TOKENS = {"cpu": 128, "cuda": 256}
-"""Smallest number of tokens of a chunk: with fewer, as for a large vocabulary, reading the head's weight twice
-dominates its time."""
+"""Smallest number of tokens in a chunk, which matters for large vocabularies: with fewer tokens, most of the time would
+go into reading the head's weight twice."""
 
 
 class LogitAdapters(Protocol):
-    """The adapters on the output head of ``S`` tokens, which are added to its output before scale and cap.
+    """The adapters of ``S`` tokens on the output head; their output is added to the head's before scale and cap.
 
     Attributes:
-        anchor: A tensor that requires grad, so that autograd reaches the adapters where the hidden states do not need a
+        anchor: A tensor that requires grad, so that autograd reaches the adapters even if the hidden states need no
             gradient.
-        weight: A head of their own ``[V, H]``, which is in the place of the frozen one; None where they have none.
+        weight: Weight ``[V, H]`` of a trained head that replaces the frozen head; None for the frozen head.
     """
 
     @property
@@ -42,30 +42,30 @@ class LogitAdapters(Protocol):
     def weight(self) -> Tensor | None: ...
 
     def inputs(self, hidden_SH: Tensor) -> Tensor:
-        """What the adapters read, ``[S, H]``: the hidden states, with dropout where a job has it."""
+        """Return the inputs of the adapters, ``[S, H]``: the hidden states, with dropout for jobs that use it."""
         ...
 
     def shrink(self, x_SH: Tensor) -> Tensor:
-        """Its products with every job's own ``A``, ``[S, Q]``."""
+        """Return the products of each token's input with its job's ``A``, ``[S, Q]``."""
         ...
 
     def expand(self, s_CQ: Tensor, part: slice, dtype: torch.dtype) -> Tensor | None:
-        """The output of the adapters for the tokens ``part``, ``[C, V]``, to which that of the frozen head is added;
-        None where there is nothing to add to."""
+        """Return the output of the adapters for the tokens ``part``, ``[C, V]``, to which the caller adds the head's
+        output; None if there is no such output."""
         ...
 
     def backward(
         self, x_CH: Tensor, s_CQ: Tensor, dlogits_CV: Tensor, dloss_C: Tensor, part: slice, *, needs_input: bool
     ) -> Tensor | None:
-        """The gradient towards ``x_CH``, or None where it is not needed; those of the adapters are added in the bank.
+        """Return the gradient with respect to ``x_CH``, and add the gradients of the adapters to the bank.
 
         Args:
-            x_CH: Of the tokens ``part``.
-            s_CQ: Of the tokens ``part``.
-            dlogits_CV: Gradient of every token's loss towards its logits before scale and cap.
-            dloss_C: Gradient towards every token's loss.
+            x_CH: Inputs of the tokens ``part``.
+            s_CQ: Result of :meth:`shrink` for the tokens ``part``.
+            dlogits_CV: Gradient of every token's loss with respect to its logits before scale and cap.
+            dloss_C: Gradient with respect to every token's loss.
             part: The tokens.
-            needs_input: Whether the gradient towards ``x_CH`` is needed.
+            needs_input: Whether the gradient with respect to ``x_CH`` is needed; otherwise None is returned.
         """
         ...
 
@@ -89,7 +89,7 @@ class _ChunkedTokenLoss(torch.autograd.Function):
             logits = F.linear(hidden_SH[part], weight_VH, bias_V)
             if kernel is not None:
                 losses_S[part] = kernel(logits, targets_S[part], None if gradient_SH is None else logits)
-                error = logits  # overwritten
+                error = logits  # the kernel has overwritten them with the gradient
             else:
                 losses_S[part], error = _losses(
                     logits, targets_S[part], scale, softcap, has_error=gradient_SH is not None
@@ -107,8 +107,11 @@ class _ChunkedTokenLoss(torch.autograd.Function):
 
 
 class _AdaptedTokenLoss(torch.autograd.Function):
-    """The loss of a head with adapters. The gradient of an adapter is a sum over tokens, each times the gradient to its
-    loss, which is known in the backward pass alone: there the logits are computed again."""
+    """The loss of a head with adapters.
+
+    The gradient of an adapter is a sum over tokens, weighted by the gradients of their losses. These are known only in
+    the backward pass, so the logits are computed again there.
+    """
 
     @staticmethod
     def forward(
@@ -161,7 +164,7 @@ class _AdaptedTokenLoss(torch.autograd.Function):
 def _adapted_logits(
     hidden_SH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, adapters: LogitAdapters, s_SQ: Tensor, part: slice
 ) -> Tensor:
-    """The output of head and adapters for the tokens ``part``, ``[C, V]``."""
+    """Return the output of head and adapters for the tokens ``part``, ``[C, V]``."""
     change_CV = adapters.expand(s_SQ[part], part, hidden_SH.dtype)
     if change_CV is None:
         return F.linear(hidden_SH[part], weight_VH, bias_V)
@@ -183,15 +186,14 @@ def _chunk_tokens(device: str, vocabulary: int) -> int:
 def _losses(
     logits: Tensor, targets_C: Tensor, scale: float | None, softcap: float | None, *, has_error: bool
 ) -> tuple[Tensor, Tensor]:
-    """Losses ``[C]``, and their gradient towards the output of the head, ``[C, V]`` float32, where ``has_error``; both
-    of float32.
+    """Return losses ``[C]`` and their gradient with respect to the output of the head, ``[C, V]``, both float32.
 
     Args:
         logits: Output of the head, ``[C, V]``; overwritten.
         targets_C: Target of every token.
-        scale: As for :func:`token_losses`.
-        softcap: As for :func:`token_losses`.
-        has_error: Whether the gradient is needed; any tensor where it is not.
+        scale: See :func:`token_losses`.
+        softcap: See :func:`token_losses`.
+        has_error: Whether the gradient is needed; otherwise an arbitrary tensor is returned in its place.
     """
     logits = _capped(logits, scale, softcap)
     log_probabilities = F.log_softmax(logits, dim=1, dtype=torch.float32)
@@ -201,7 +203,7 @@ def _losses(
 
 
 def _capped(logits: Tensor, scale: float | None, softcap: float | None) -> Tensor:
-    """The output of the head, ``[C, V]``, scaled and capped, in place where its dtype allows it."""
+    """Scale and cap the output of the head, ``[C, V]``, in place if its dtype allows it."""
     if scale is not None:
         logits = logits.mul_(scale)
     if softcap is not None:
@@ -212,13 +214,13 @@ def _capped(logits: Tensor, scale: float | None, softcap: float | None) -> Tenso
 def _error(
     log_probabilities: Tensor, logits: Tensor, index: Tensor, scale: float | None, softcap: float | None
 ) -> Tensor:
-    """The gradient of every token's loss towards the output of the head, ``[C, V]`` float32; overwrites the first two.
+    """Return the gradient of every token's loss with respect to the output of the head, ``[C, V]`` float32.
 
     Args:
-        log_probabilities: Of the scaled and capped logits.
-        logits: Scaled and capped.
+        log_probabilities: Log probabilities of the scaled and capped logits; overwritten.
+        logits: Scaled and capped logits; overwritten.
         index: Target of every token, ``[C, 1]``.
-        scale, softcap: As for :func:`token_losses`.
+        scale, softcap: See :func:`token_losses`.
     """
     error = log_probabilities.exp_()
     error.scatter_add_(1, index, error.new_full((1, 1), -1.0).expand_as(index))
@@ -240,10 +242,11 @@ def token_losses(
     adapters: LogitAdapters | None = None,
     kernel: CrossEntropy | None = None,
 ) -> Tensor:
-    """Cross-entropy of every token: ``logsumexp(z) - z[target]``, ``z = softcap(scale · (hidden @ weightᵀ + bias))``.
+    """Return the cross-entropy of every token.
 
-    The gradient towards ``hidden_SH`` is formed chunk by chunk in the forward pass, while the logits are there; the
-    backward pass only scales it. With adapters on the head, it is formed in the backward pass.
+    This is ``logsumexp(z) - z[target]`` with ``z = softcap(scale · (hidden @ weightᵀ + bias))``. The gradient with
+    respect to ``hidden_SH`` is computed chunk by chunk in the forward pass, while the logits are in memory; the
+    backward pass only scales it. With adapters on the head, it is computed in the backward pass.
 
     Args:
         hidden_SH: Hidden states.
@@ -253,12 +256,12 @@ def token_losses(
         scale: Factor of the logits; None without one.
         softcap: Cap of the logits; None without one.
         adapters: The adapters of these tokens on the head, whose output is added to ``hidden @ weightᵀ + bias``; None
-            without any.
-        kernel: Computes losses and their gradient of a chunk of logits, which have neither scale nor cap; None for
-            PyTorch's functions.
+            without adapters.
+        kernel: Computes the losses of a chunk of logits and their gradient, without scale and cap; None for PyTorch's
+            functions.
 
     Returns:
-        ``[S]`` float32, nats.
+        ``[S]`` float32, in nats.
     """
     assert kernel is None or (scale is None and softcap is None)
     if hidden_SH.shape[0] == 0:

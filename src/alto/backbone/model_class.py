@@ -1,4 +1,4 @@
-"""Which of transformers' classes a base model is loaded with."""
+"""Chooses transformers' class that loads a base model."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _NAMES = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), *MODEL_FOR_IMAGE_TEXT_TO_
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """transformers' factory for the model that ``config`` describes: that of causal language models; for one that also
-    reads images and has no class of its own for text alone, that of vision-language models, which are tuned on rows of
-    text."""
+    """Return transformers' factory for the model that ``config`` describes: the factory of causal language models, or,
+    for a model that also reads images and has no class for text alone, that of vision-language models. The latter are
+    tuned on rows of text."""
     is_visual = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
     return AutoModelForImageTextToText if is_visual else AutoModelForCausalLM
 
@@ -36,7 +36,7 @@ def check_is_causal(model: str, config: PreTrainedConfig) -> None:
         config: Its configuration.
 
     Raises:
-        ModelError: It is one.
+        ModelError: The model is a classifier or an encoder.
     """
     for name in config.architectures or ():
         if hasattr(transformers, name) and name not in _NAMES:

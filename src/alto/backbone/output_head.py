@@ -1,8 +1,8 @@
-"""The output head of a causal LM: from the hidden states that enter it to logits and token losses.
+"""The output head of a causal LM: computes logits and token losses from the hidden states that enter it.
 
-Logits are ``softcap(scale · (hidden @ weightᵀ + bias))``; what adapters on the head give is added to ``bias``. Where a
-model has layers of its own between its body and its head (the transform of BERT's family, the width scaling of
-MiniCPM3), they belong to the hidden states.
+Logits are ``softcap(scale · (hidden @ weightᵀ + bias))``; the output of adapters on the head is added to ``bias``. If a
+model has layers between its body and its head (the transform of BERT's family, the width scaling of MiniCPM3), the
+hidden states are the output of these layers.
 
 Shapes: ``S`` trained tokens, ``H`` hidden size, ``V`` vocabulary.
 """
@@ -26,13 +26,14 @@ from alto.errors import UnsupportedModelError
 __all__ = ["HeadTokens", "OutputHead"]
 
 _SCALE = re.compile(r"logits?_(scale|scaling|multiplier)|lm_head_multiplier|output_logits_scale")
-"""Names under which configurations of transformers keep a factor, or a divisor, of the logits."""
+"""Configuration keys of transformers for a factor, or a divisor, of the logits."""
 
 _NUM_TOKENS = 7
-"""Of the observed forward pass; the first of a vocabulary are often special, and some have no embedding."""
+"""Tokens in the observed forward pass; several, because the first ids of a vocabulary are often special, and some have
+no embedding."""
 
 _SAME = 1e-2
-"""Relative difference of a measured factor that the rounding of any precision explains."""
+"""Relative difference of a measured factor that rounding explains in any precision."""
 
 
 class HeadTokens(Protocol):
@@ -53,7 +54,7 @@ class HeadTokens(Protocol):
 
 @runtime_checkable
 class _AdaptedHead(Protocol):
-    """An output head with adapters, which has taken the place of the model's own."""
+    """An output head with adapters, which has replaced the model's own."""
 
     @property
     def is_in_forward(self) -> bool:
@@ -61,24 +62,24 @@ class _AdaptedHead(Protocol):
         ...
 
     def runs(self, tokens: HeadTokens) -> Sequence[tuple[int, LogitAdapters | None]]:
-        """All trained tokens in order, in runs of consecutive ones: how many, and their adapters, None where their jobs
-        have none on the head."""
+        """Return all trained tokens in order, as runs of consecutive tokens: their number and their adapters, None if
+        their jobs have no adapters on the head."""
         ...
 
     def __call__(self, hidden_SH: Tensor) -> Tensor: ...
 
 
 class OutputHead:
-    """The output head of ``model``, as a whole where it is needed.
+    """The output head of ``model``; its weight is gathered from all ranks when it is needed.
 
     Attributes:
-        linear: The module; its weight may be the embeddings' own, and only a part of it.
-        scale: Factor of the logits; None where they have none.
-        softcap: Cap of the logits; None where they have none.
+        linear: The linear module of the head; its weight may be tied to the embeddings, or only this rank's part.
+        scale: Factor of the logits; None without one.
+        softcap: Cap of the logits; None without one.
         kernel: Computes losses of logits without scale and cap; None for PyTorch's functions.
 
     Raises:
-        UnsupportedModelError: It is not a linear module.
+        UnsupportedModelError: The head is not a linear module.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -100,7 +101,7 @@ class OutputHead:
 
     @torch.no_grad()
     def observe(self) -> None:
-        """Find, in a forward pass of the model's own, what it does between its body and its logits."""
+        """Run the model's own forward pass to find the operations between its body and its logits."""
         bodies: list[Tensor] = []
         hook = self._body.register_forward_hook(lambda _, __, output: bodies.append(output[0]))
         num_tokens = min(_NUM_TOKENS, int(_of_config(self._model, "vocab_size")))
@@ -118,21 +119,21 @@ class OutputHead:
         self.scale = _factor(self._model, ((logits_LV * plain_LV).sum() / plain_LV.square().sum()).item())
 
     def hidden_states(self, **inputs: Tensor) -> Tensor:
-        """What enters the head in a forward pass of the model: ``[rows, L, H]``."""
+        """Return the input of the head in a forward pass of the model, ``[rows, L, H]``."""
         if self._body is not self._model:
             hidden: Tensor = self._body(**inputs, use_cache=False).last_hidden_state
             return hidden
         return self.own_output(**inputs)[1]
 
     def own_output(self, **inputs: Any) -> tuple[Any, Tensor]:
-        """What a forward pass of the model returns, with a number per token in place of logits; and what enters the
-        head."""
+        """Return the output of a forward pass of the model, with one number per token in place of logits, and the input
+        of the head."""
         with self._caught(runs=False) as caught:
             output = self._model(**inputs, use_cache=False)
         return output, caught[0]
 
     def logits(self, hidden_SH: Tensor) -> Tensor:
-        """Logits ``[S, V]``, float32."""
+        """Return logits ``[S, V]``, float32."""
         adapted = self._adapted()
         with self.gathered() as weight_VH:
             linear_SV = F.linear(hidden_SH, weight_VH, self.linear.bias) if adapted is None else adapted(hidden_SH)
@@ -140,12 +141,12 @@ class OutputHead:
         return logits_SV if self.softcap is None else torch.tanh(logits_SV / self.softcap) * self.softcap
 
     def token_losses(self, hidden_SH: Tensor, targets_S: Tensor, tokens: HeadTokens | None = None) -> Tensor:
-        """Cross-entropy ``[S]`` of predicting ``targets_S`` from ``hidden_SH``, nats.
+        """Return the cross-entropy ``[S]`` of predicting ``targets_S`` from ``hidden_SH``, in nats.
 
         Args:
             hidden_SH: Hidden states.
             targets_S: Target token ids.
-            tokens: Whose they are; None only where no adapter is on the head.
+            tokens: The jobs of the tokens; None only if the head has no adapters.
         """
         adapted = self._adapted()
         runs: Sequence[tuple[int, LogitAdapters | None]] = ()
@@ -173,13 +174,13 @@ class OutputHead:
         return losses[0] if len(losses) == 1 else torch.cat(losses)
 
     def _adapted(self) -> _AdaptedHead | None:
-        """The output head with adapters in a forward pass that has some; else None."""
+        """Return the output head with adapters if a forward pass with adapters is in progress; else None."""
         head = self._model.get_output_embeddings()
         return head if isinstance(head, _AdaptedHead) and head.is_in_forward else None
 
     @contextmanager
     def gathered(self) -> Iterator[Tensor]:
-        """Its weight ``[V, H]``, gathered from all ranks inside the context."""
+        """Yield the weight ``[V, H]``, gathered from all ranks inside the context."""
         if not is_sharded(self._owner):
             yield self.linear.weight
             return
@@ -195,13 +196,13 @@ class OutputHead:
 
     @contextmanager
     def _caught(self, *, runs: bool) -> Iterator[list[Tensor]]:
-        """The inputs of the head in the enclosed forward passes.
+        """Yield a list that collects the inputs of the head in the enclosed forward passes.
 
         Args:
-            runs: Whether the head computes; otherwise it returns one number per token, which nobody reads.
+            runs: Whether the head computes; otherwise it returns one unused number per token.
         """
         inputs: list[Tensor] = []
-        head: Any = self._model.get_output_embeddings()  # with adapters another module than the constructor's
+        head: Any = self._model.get_output_embeddings()  # with adapters, not the same module as in the constructor
 
         def catch(hidden: Tensor) -> Tensor:
             inputs.append(hidden)
@@ -220,8 +221,8 @@ def _of_config(model: PreTrainedModel, name: str) -> Any:
 
 
 def _factor(model: PreTrainedModel, measured: float) -> float | None:
-    """The factor, as the configuration has it, that ``measured`` is up to rounding; None for 1, and where none is: the
-    comparison of losses then refuses the model."""
+    """Return the factor in the configuration that equals ``measured`` up to rounding; None for 1. None also if no
+    factor matches: the comparison of losses then refuses the model."""
     if abs(measured - 1) <= 1e-5:
         return None
     known = [

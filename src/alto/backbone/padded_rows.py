@@ -1,8 +1,8 @@
-"""Sequences as rows of one length, for models whose layers need them so.
+"""Sequences as padded rows of one length, for models whose layers need this layout.
 
-Attention takes the borders of sequences in a concatenated row as an argument. A recurrence, a convolution, or
-an attention that the model computes itself does not: such a model computes a row per sequence, padded on the right, as
-Hugging Face's trainers do. Adapters and losses are computed for the tokens alone (:mod:`alto.lora.linear`).
+Attention takes the boundaries of sequences in a concatenated row as an argument. A recurrence, a convolution or custom
+attention does not. Such a model computes one row per sequence, padded on the right, as Hugging Face's trainers do.
+Adapters and losses are still computed only for tokens (:mod:`alto.lora.linear`).
 
 Shapes: ``T`` tokens, ``S`` sequences, ``L`` positions of the longest, ``P = S · L`` positions.
 """
@@ -18,12 +18,12 @@ __all__ = ["PaddedRows"]
 
 
 class PaddedRows:
-    """Where every token lies in rows of one length.
+    """The place of every token in rows of one length.
 
     Args:
-        lengths: Tokens of each sequence.
-        prefixes: Tokens at the beginning of the latest sequence without a prefix that come before each; see
-            :class:`alto.backbone.sequences.Sequences`. They are repeated in its row.
+        lengths: Number of tokens of each sequence.
+        prefixes: Length of each sequence's prefix; see :class:`alto.backbone.sequences.Sequences`. The tokens of the
+            prefix are repeated in the sequence's row.
         device: Device of the rows.
 
     Attributes:
@@ -33,7 +33,7 @@ class PaddedRows:
     def __init__(self, lengths: Sequence[int], prefixes: Sequence[int], device: torch.device) -> None:
         num_tokens = sum(lengths)
         self.shape = len(lengths), max(map(sum, zip(prefixes, lengths, strict=True)))
-        token_SL = torch.full(self.shape, num_tokens)  # the number behind the last token stands for padding
+        token_SL = torch.full(self.shape, num_tokens)  # the index after the last token means padding
         place_T = torch.empty(num_tokens, dtype=torch.long)
         first = provider = 0
         for row, (length, prefix) in enumerate(zip(lengths, prefixes, strict=True)):
@@ -48,22 +48,22 @@ class PaddedRows:
 
     @property
     def num_positions(self) -> int:
-        """``P``."""
+        """Number of positions ``P``, with padding."""
         return self.shape[0] * self.shape[1]
 
     def spread(self, x_TN: Tensor) -> Tensor:
-        """``[T, N]`` to ``[P, N]``: zeros at padding, tokens of a prefix in all its rows.
+        """Copy ``[T, N]`` to ``[P, N]``: zeros at padding, tokens of a prefix in every row that uses it.
 
-        The gradient of a token of a pair's prefix is the sum of two, which has the same bits in any order.
+        The gradient of a token in the prefix of a pair is a sum of two numbers, which has the same bits in any order.
         """
         return torch.cat([x_TN, x_TN.new_zeros(1, x_TN.shape[1])]).index_select(0, self._token_P)
 
     def spread_ids(self, ids_T: Tensor, padding: int) -> Tensor:
-        """Token ids ``[T]`` to ``[S, L]``."""
+        """Copy token ids ``[T]`` to ``[S, L]``."""
         return torch.cat([ids_T, ids_T.new_full((1,), padding)]).index_select(0, self._token_P).view(self.shape)
 
     def collect(self, x_PN: Tensor) -> Tensor:
-        """``[P, N]`` to ``[T, N]``."""
+        """Select the tokens ``[T, N]`` from ``[P, N]``."""
         return x_PN.index_select(0, self._place_T)
 
 

@@ -1,4 +1,4 @@
-"""A base model whose quantised layers are plain ones again, with the numbers that they compute with."""
+"""Converts the quantised layers of a base model to plain layers with the dequantised weights."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["dequantised"]
 
 
 def dequantised(network: PreTrainedModel, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """``network`` itself where nothing in it is quantised, else a model of the same class with plain linear layers, in
-    the dtype of ``network``: its logits are equal, and it can be saved.
+    """Return a model of the same class with plain linear layers, in the dtype of ``network``; its logits are equal, and
+    it can be saved. If nothing is quantised, return ``network`` itself.
 
     Args:
-        network: As :func:`alto.backbone.load_network` returns it.
-        trust_remote_code: Allow the Python code that comes with the model.
+        network: A result of :func:`alto.backbone.load_network`.
+        trust_remote_code: Whether to allow the Python code that comes with the model.
     """
     layers = {name: module for name, module in network.named_modules() if isinstance(module, QuantisedLinear)}
     if not layers:

@@ -1,14 +1,14 @@
 """Checks on a few rows, when a model is loaded, that its padding-free forward pass equals its own forward pass.
 
-Three checks, on rows longer than every window (windows are made small meanwhile):
+There are three checks, on rows longer than every window (windows are made small during the checks):
 
-- The tokens that each attention module sees are read from the model's own masks (:mod:`alto.backbone.windows`).
-- The losses are the model's own, up to its rounding: its forward pass is run a second time with every module's output
-  rounded again, and the losses may differ by twice as much as those of the two runs. A model of half precision is
-  checked in float32 too.
-- Every row is independent: another row's tokens must not change it by a bit; where the order of sums depends on all
-  tokens, as in a mixture of experts, not by more than rounding, and the gradient towards the other row must be
-  exactly zero.
+- The tokens that each attention module attends to are read from the model's own masks (:mod:`alto.backbone.windows`).
+- The losses must equal the model's own, up to its rounding. To measure the rounding, its own forward pass is run a
+  second time with every module's output rounded again; the losses may differ by twice as much as those of the two runs.
+  A half-precision model is checked in float32 too.
+- Every row must be independent: the tokens of another row must not change it by a bit. If the order of sums depends on
+  all tokens, as in a mixture of experts, a change by rounding is allowed, but the gradient with respect to the other
+  row must be exactly zero.
 
 Shapes: ``T`` tokens of all rows, ``C`` targets whose losses are compared for each token.
 """
@@ -37,7 +37,7 @@ __all__ = ["check_losses", "probe", "refusing"]
 
 _LENGTHS = (23, 1, 37, 12)
 _CHANGED = 2
-"""The row whose tokens are changed: behind two others and before one."""
+"""Index of the row whose tokens are changed; it has rows before and after it."""
 
 _NUM_TARGETS = 8
 _MAX_REASON_CHARS = 200
@@ -46,7 +46,7 @@ _MAX_RATIO = 2.0
 
 
 class PaddingFree(Protocol):
-    """The methods of :class:`alto.backbone.Backbone` that are checked; see there."""
+    """The part of :class:`alto.backbone.Backbone` that is checked; see there."""
 
     model: PreTrainedModel
     is_padded: bool
@@ -65,7 +65,7 @@ class PaddingFree(Protocol):
 
 
 def probe(backbone: PaddingFree, head: OutputHead) -> None:
-    """Compare, and set the pattern of each attention module.
+    """Compare both forward passes, and set the pattern of each attention module.
 
     Raises:
         UnsupportedModelError: The padding-free forward pass differs from the model's own, or a row depends on another.
@@ -90,9 +90,9 @@ def probe(backbone: PaddingFree, head: OutputHead) -> None:
 
 
 def check_losses(backbone: PaddingFree, head: OutputHead) -> None:
-    """Compare the losses alone, on rows that are shorter than most windows.
+    """Compare only the losses, on rows that are shorter than most windows.
 
-    Where they differ in half precision, float32 decides: another rounding may lead a token to another expert.
+    If they differ in half precision, float32 decides: a different rounding may send a token to a different expert.
 
     Raises:
         UnsupportedModelError: The forward pass differs from the model's own.
@@ -118,9 +118,9 @@ def check_losses(backbone: PaddingFree, head: OutputHead) -> None:
 
 
 def _compare_in_float32(rows: _Rows, backbone: PaddingFree) -> None:
-    """Check a model of half precision again in float32, where rounding cannot hide an error.
+    """Check a half-precision model again in float32, where rounding cannot hide an error.
 
-    A model that does not run in float32, or for which there is no memory, is checked only in its own precision.
+    If the model does not run in float32, or memory is short, it is checked only in its own precision.
     """
     with in_float32(backbone.model):
         try:
@@ -138,7 +138,7 @@ class _Rows:
     """A few rows of random tokens.
 
     Attributes:
-        rows: Token ids of each.
+        rows: Token ids of each row.
     """
 
     def __init__(self, backbone: PaddingFree) -> None:
@@ -160,13 +160,13 @@ class _Rows:
         self.rows = self._ids_T.split(self._lengths)
 
     def own_losses(self) -> Tensor:
-        """Losses ``[T, C]`` that the model's own forward pass gives, a row at a time."""
+        """Return the losses ``[T, C]`` of the model's own forward pass, one row at a time."""
         logits = [self._backbone.model(input_ids=row[None], use_cache=False).logits[0] for row in self.rows]
         return -F.log_softmax(torch.cat(logits).float(), -1).gather(-1, self._targets_TC)
 
     def check_objective(self) -> None:
-        """The model's own loss must be that of the next token: decoders of some encoder-decoders do not shift labels,
-        since theirs are shifted already."""
+        """Check that the model's own loss is that of the next token: the decoders of some encoder-decoder models do not
+        shift labels, because they expect shifted labels."""
         row = max(self.rows, key=len)[None]
         if row.shape[1] < 2:
             return
@@ -183,7 +183,8 @@ class _Rows:
 
     @torch.no_grad()
     def compare(self, expected_TC: Tensor, noise_TC: Tensor) -> Tensor:
-        """The losses of the padding-free forward pass must be ``expected_TC``; returns its hidden states ``[T, H]``."""
+        """Check that the losses of the padding-free forward pass equal ``expected_TC``; return its hidden states
+        ``[T, H]``."""
         hidden_TH = self._hidden(self._ids_T)
         found_TC = self._losses(hidden_TH)
         difference_TC = found_TC - expected_TC
@@ -198,8 +199,8 @@ class _Rows:
         return hidden_TH
 
     def check_isolation(self, before_TH: Tensor, noise_TC: Tensor, *, by_gradient: bool = True) -> None:
-        """Another row's tokens must not change a row of ``before_TH``; where they do by rounding, ``by_gradient``
-        checks the gradient too."""
+        """Check that the tokens of another row do not change the rows of ``before_TH``. If these change by rounding,
+        ``by_gradient`` checks the gradient too."""
         ends = list(itertools.accumulate(self._lengths, initial=0))
         changed = slice(ends[_CHANGED], ends[_CHANGED + 1])
         is_kept_T = torch.ones(len(self._ids_T), dtype=torch.bool, device=self._ids_T.device)
@@ -220,7 +221,7 @@ class _Rows:
 
     @torch.no_grad()
     def check_causality(self, before_TH: Tensor, noise_TC: Tensor) -> None:
-        """The second half of the longest row must not change its first half."""
+        """Check that the second half of the longest row does not change its first half."""
         first = sum(self._lengths[: self._lengths.index(max(self._lengths))])
         last = first + max(self._lengths)
         middle = (first + last) // 2
@@ -236,7 +237,7 @@ class _Rows:
             )
 
     def _gradient(self, is_kept_T: Tensor) -> Tensor:
-        """Gradient of the kept rows towards every token's embedding."""
+        """Return the gradient of the kept rows with respect to every token's embedding."""
         leaves: list[Tensor] = []
 
         def catch(_: nn.Module, __: Any, output: Tensor) -> Tensor:
@@ -262,7 +263,7 @@ class _Rows:
         return self._backbone.hidden_states(ids_T, self._positions_T, self._lengths)
 
     def _losses(self, hidden_TH: Tensor) -> Tensor:
-        """Losses ``[T, C]`` as they are trained."""
+        """Return losses ``[T, C]``, computed as in training."""
         num_targets = self._targets_TC.shape[1]
         is_wide = hidden_TH.dtype == torch.float32
         with widened(self._backbone.model.get_output_embeddings()) if is_wide else nullcontext():
@@ -272,7 +273,8 @@ class _Rows:
         return losses.reshape(-1, num_targets)
 
     def _worst(self, difference_TC: Tensor, noise_TC: Tensor, losses_TC: Tensor) -> float:
-        """Largest difference of a token's losses, divided by the largest difference by rounding; losses are float32."""
+        """Return the largest difference of a token's losses, divided by the largest difference that rounding causes;
+        losses are float32."""
         noise = _rms(noise_TC).max() + torch.finfo(torch.float32).eps * _rms(losses_TC).max()
         worst: float = (_rms(difference_TC).max() / noise).item()
         return worst
@@ -293,7 +295,7 @@ def _set_patterns(patterns: Any) -> None:
 
 @contextmanager
 def _rounded_anew(model: nn.Module) -> Iterator[None]:
-    """The output of every module without submodules is changed by up to one rounding, at random."""
+    """Change the output of every module without submodules by up to one rounding, at random."""
     generators: dict[torch.device, torch.Generator] = {}
 
     def move(_: nn.Module, __: Any, output: Any) -> Any:
@@ -302,7 +304,7 @@ def _rounded_anew(model: nn.Module) -> Iterator[None]:
         if output.device not in generators:
             generators[output.device] = torch.Generator(output.device).manual_seed(0)
         unit = torch.empty(output.shape, device=output.device).uniform_(-1, 1, generator=generators[output.device])
-        # Models compute norms and rotations in float32 with any dtype.
+        # Models compute norms and rotations in float32, whatever their dtype.
         rounding = max(torch.finfo(output.dtype).eps, torch.finfo(torch.float32).eps) / 2
         exact = output.to(torch.promote_types(output.dtype, torch.float64))
         return (exact * (1 + rounding * unit)).to(output.dtype)
@@ -317,7 +319,7 @@ def _rounded_anew(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def refusing(model: nn.Module) -> Iterator[None]:
-    """Translate any error of a model of an unknown kind into a refusal."""
+    """Translate any error of an unknown model into :class:`UnsupportedModelError`."""
     try:
         yield
     except AltoError:

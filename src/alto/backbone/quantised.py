@@ -1,4 +1,4 @@
-"""Linear layers of the base with weights in 4 or 8 bits, as bitsandbytes packs them."""
+"""Linear layers of the base model with weights in 4 or 8 bits, packed by bitsandbytes."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class QuantisedLinear(nn.Linear):
 
     The weight is dequantised in the forward pass and again in the backward pass, and freed after each.
     Activations are not rounded: bitsandbytes' own 8-bit product rounds them on some devices, and treats a whole column
-    differently when one token in it is large, so that the tokens of one job would change another's.
+    differently if one token in it is large, so that the tokens of one job would change those of another.
 
     ``packed`` is the weight in bitsandbytes' format: bytes of two numbers each, or ``[N, K]`` int8. The quantisation
-    state is small and never sharded, also where ``packed`` is.
+    state is small and never sharded, even if ``packed`` is.
 
     Args:
-        layer: A ``Linear4bit`` or ``Linear8bitLt`` on its final device; or one on the meta device, whose weight
-            :meth:`pack` makes later.
-        dtype: Of the base.
+        layer: A ``Linear4bit`` or ``Linear8bitLt`` on its final device; or on the meta device, if :meth:`pack` makes
+            its weight later.
+        dtype: Dtype of the base model.
     """
 
     packed: nn.Parameter
@@ -60,9 +60,9 @@ class QuantisedLinear(nn.Linear):
         self.packed = nn.Parameter(packed, requires_grad=False)
 
     def pack(self, weight_NK: Tensor, device: torch.device) -> Tensor:
-        """Pack a weight in the dtype of the base on the CPU: the whole ``packed``, on ``device``.
+        """Pack a weight, given on the CPU in the dtype of the base model; return the whole packed weight on ``device``.
 
-        Its quantisation state is kept; the caller copies this rank's part of the result into ``packed``.
+        The quantisation state is kept; the caller copies this rank's part of the result into ``packed``.
         """
         kind, settings = self._packing
         made = kind(weight_NK, requires_grad=False, **settings).to(device)
@@ -77,8 +77,8 @@ class QuantisedLinear(nn.Linear):
             self.register_buffer("scale_N1", packed.SCB[:, None] * (1.0 / 127.0), persistent=False)
 
     @property
-    def weight(self) -> Tensor:  # type: ignore[override]  # of a plain layer it is a parameter
-        """``[N, K]`` in the dtype of the base, dequantised at each call."""
+    def weight(self) -> Tensor:  # type: ignore[override]  # a parameter in plain layers
+        """The weight ``[N, K]`` in the dtype of the base model, dequantised at each access."""
         if not self._is_4bit:
             return self.packed.to(self.dtype).mul_(self.scale_N1)
         from bitsandbytes.functional import dequantize_4bit
@@ -104,11 +104,11 @@ class _Product(torch.autograd.Function):
 
 
 def bitsandbytes_config(spec: BaseModelSpec, config: PreTrainedConfig) -> BitsAndBytesConfig | None:
-    """How to quantise the linear layers of a base model while it is read; None where quantisation is not requested, or
-    where they are quantised on disk.
+    """Return how to quantise the linear layers of a base model while it is read; None if quantisation is not requested,
+    or if they are quantised on disk.
 
     Args:
-        config: The model's own configuration, which has its quantisation on disk.
+        config: The model's own configuration, which describes its quantisation on disk.
 
     Raises:
         ModelError: The model is quantised on disk in another way than requested.
@@ -138,7 +138,7 @@ def bitsandbytes_config(spec: BaseModelSpec, config: PreTrainedConfig) -> BitsAn
 
 
 def unpack_on_use(network: PreTrainedModel) -> None:
-    """Replace the layers of bitsandbytes in ``network`` by :class:`QuantisedLinear`, on the same memory."""
+    """Replace the layers of bitsandbytes in ``network`` by :class:`QuantisedLinear`, without copying weights."""
     from bitsandbytes.nn.modules import Linear4bit, Linear8bitLt
 
     packed = [
@@ -149,8 +149,8 @@ def unpack_on_use(network: PreTrainedModel) -> None:
 
 
 def plan_packing(network: PreTrainedModel, quantisation: BitsAndBytesConfig) -> None:
-    """Replace the layers of ``network``, all on the meta device, that bitsandbytes would quantise by
-    :class:`QuantisedLinear` whose weights are still to be packed."""
+    """Replace the layers that bitsandbytes would quantise by :class:`QuantisedLinear`, whose weights are packed later.
+    All layers of ``network`` are on the meta device."""
     from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 
     kept = get_keys_to_not_convert(network)

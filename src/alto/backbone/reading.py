@@ -1,4 +1,4 @@
-"""Translates errors of reading a model into ALTO's: file, expectation, remedy."""
+"""Translates the errors of reading a model into ALTO's errors, which name the file, the expectation and a remedy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["has_pickle_weights", "reading"]
 _MAX_REASON_CHARS = 240
 
 _NOT_READABLE = (
-    ValueError,  # invalid JSON among them
+    ValueError,  # includes invalid JSON
     KeyError,
     TypeError,
     AttributeError,
@@ -40,14 +40,14 @@ def reading(model: str, path: str, what: str, remedy: str) -> Iterator[None]:
     """Translate the errors of ``from_pretrained``.
 
     Args:
-        model: As the user wrote it.
+        model: Name of the model, as the user wrote it.
         path: The argument of ``from_pretrained``.
-        what: What is read, and from which files.
-        remedy: What to do where it exists and cannot be used.
+        what: The thing that is read, and its files, for the message.
+        remedy: Advice for a model that exists but cannot be used.
 
     Raises:
         ModelNotFoundError: A file, or everything under that name, is missing.
-        ModelError: It exists and cannot be used.
+        ModelError: The model exists but cannot be used.
     """
     is_local = Path(path).is_dir()
     try:
@@ -77,13 +77,13 @@ def reading(model: str, path: str, what: str, remedy: str) -> Iterator[None]:
 
 
 def has_pickle_weights(path: str) -> bool:
-    """Whether there are weights in PyTorch's own format, a pickle."""
+    """Return whether there are weights in PyTorch's own format, a pickle."""
     return any(has_file(path, name) for name in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME))
 
 
 @contextlib.contextmanager
 def _no_progress_bar() -> Iterator[None]:
-    """Hide transformers' progress bar for local models, which are read quickly. Downloads show it."""
+    """Hide transformers' progress bar; local models are read quickly."""
     was_enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:

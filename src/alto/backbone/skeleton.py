@@ -14,7 +14,8 @@ __all__ = ["build_skeleton"]
 
 
 def build_skeleton(spec: BaseModelSpec) -> PreTrainedModel:
-    """The modules of a base model; no weights are read, and none take memory. One that is an object is itself returned.
+    """Build the modules of a base model; weights are not read and take no memory. Return a model given as an object
+    itself.
 
     Raises:
         ModelNotFoundError: There is no model of that name, or its configuration is missing.

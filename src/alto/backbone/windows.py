@@ -1,7 +1,7 @@
-"""Finds which tokens each attention module of a model sees, from the masks that transformers makes for it.
+"""Finds which tokens each attention module of a model attends to, from the masks that transformers builds for it.
 
-Many models define this only in their mask, which padding-free attention never builds; so it is read once, on a short
-row. Windows are made small meanwhile, as a short row would not show large ones.
+Many models define this only in their mask, which padding-free attention never builds. So the mask is read once, on a
+short row. Windows are made small meanwhile, because a short row would not show large ones.
 
 Shapes: ``L`` tokens of a row.
 """
@@ -31,17 +31,17 @@ LARGEST_SMALL_WINDOW = 12
 _TRACE = "alto_trace"
 _FIRST_SMALL = 5
 _WINDOWS = re.compile(r".*window(?!.*layer).*|.*attention_chunk_size|floor_scale")
-"""Names under which configurations and modules of transformers keep a number of tokens that attention depends on."""
+"""Names in configurations and modules of transformers for a number of tokens that attention depends on."""
 
 _SEEN: ContextVar[dict[nn.Module, list[tuple[Tensor | None, int | None]]]] = ContextVar("masks of a traced pass")
 
 
 @contextmanager
 def small_windows(model: PreTrainedModel) -> Iterator[Mapping[int, int]]:
-    """Every window of ``model`` is at most :data:`LARGEST_SMALL_WINDOW` inside; different ones stay different.
+    """Reduce every window of ``model`` to at most :data:`LARGEST_SMALL_WINDOW`; different windows stay different.
 
     Yields:
-        The real size of each replaced size.
+        The real size of each small size that is used instead.
     """
     owners = [vars(part) for part in _parts(model)]
     places = [
@@ -73,7 +73,7 @@ def small_windows(model: PreTrainedModel) -> Iterator[Mapping[int, int]]:
 
 
 def find_patterns(model: PreTrainedModel, input_ids_L: Tensor) -> dict[nn.Module, Pattern]:
-    """What every attention module of ``model`` sees in a row of its own; the model's attention is replaced after it.
+    """Return the pattern of every attention module of ``model``; the model's attention stays replaced afterwards.
 
     Raises:
         UnsupportedModelError: A mask cannot be expressed as a :class:`Pattern`.
@@ -103,7 +103,7 @@ def find_patterns(model: PreTrainedModel, input_ids_L: Tensor) -> dict[nn.Module
 
 
 def real_patterns(patterns: Mapping[nn.Module, Pattern], real: Mapping[int, int]) -> dict[nn.Module, Pattern]:
-    """``patterns`` with what :func:`small_windows` has yielded."""
+    """Replace the small window sizes in ``patterns`` by the real ones, which :func:`small_windows` has yielded."""
     return {
         module: replace(
             pattern,
@@ -115,7 +115,7 @@ def real_patterns(patterns: Mapping[nn.Module, Pattern], real: Mapping[int, int]
 
 
 def _parts(model: PreTrainedModel) -> list[Any]:
-    """Modules of ``model`` and all configurations they keep, each once."""
+    """Return the modules of ``model`` and all configurations that they keep, each once."""
     found: dict[int, Any] = {}
     for module in model.modules():
         found[id(module)] = module
@@ -139,7 +139,7 @@ def _trace(
     sliding_window: int | None = None,
     **__: Any,
 ) -> tuple[Tensor, None]:
-    """Records the mask; its return value does not matter."""
+    """Record the mask; the return value does not matter."""
     _SEEN.get().setdefault(module, []).append((attention_mask, sliding_window))
     return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
@@ -149,7 +149,7 @@ def _whole_mask(*arguments: Any, **settings: Any) -> Tensor | None:
 
 
 def _pattern(mask: Tensor | None, window: int | None, length: int) -> Pattern | None:
-    """The pattern of ``mask``, ``[1, 1 or heads, L, L]``; None where it cannot be expressed as a :class:`Pattern`."""
+    """Return the pattern of ``mask``, ``[1, 1 or heads, L, L]``; None if :class:`Pattern` cannot express it."""
     if mask is None:
         return Pattern(window=window)
     if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.shape[-2:] != (length, length):

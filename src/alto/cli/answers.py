@@ -1,4 +1,4 @@
-"""Waiting for the answer to a command that another process carries out."""
+"""Waits for the answer to a command that another process carries out."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from alto.runs import Answer, Mailbox, QueueMailbox, RunDir
 __all__ = ["wait_for_answer"]
 
 _LOOK_S = 1.0
-"""How often the lock of the run is tested while waiting, in seconds."""
+"""Interval at which the lock of the run is tested while waiting, in seconds."""
 
 
 def wait_for_answer(
     run: RunDir, mailbox: Mailbox | QueueMailbox, command: str, wait_s: float
 ) -> tuple[bool, Answer | None]:
-    """Whether a process works on the run or queue, and its answer; the wait ends when the process ends.
+    """Return whether a process works on the run or queue, and its answer; stop waiting when the process ends.
 
     Args:
-        run: Of the mailbox.
+        run: The run or queue of the mailbox.
         mailbox: Holds the command.
-        command: Its id.
+        command: Id of the command.
         wait_s: Longest wait, in seconds.
     """
     gives_up_at = time.monotonic() + wait_s

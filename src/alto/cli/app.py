@@ -1,4 +1,4 @@
-"""All commands, and their common parts: the version, the exit code, the report of an error."""
+"""The command-line app: all commands, the version, exit codes, and the report of errors."""
 
 from __future__ import annotations
 
@@ -82,13 +82,13 @@ def _root(
 
 
 def main() -> None:
-    """Entry point: exit code 0 for success, 1 for an error ALTO names, 2 for wrong usage."""
+    """Run the command line; exit with 0 for success, 1 for an error of ALTO, 2 for wrong usage."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # A terminal whose encoding has no star shows a question mark.
+            # A terminal whose encoding lacks a character shows a question mark.
             stream.reconfigure(errors="replace")
     try:
-        app(prog_name="alto")  # also for python -m alto
+        app(prog_name="alto")  # the same name for python -m alto
     except AltoError as error:
         print_error(error)
         sys.exit(1)

@@ -24,7 +24,7 @@ def compare(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the comparison as JSON and nothing else.")] = False,
 ) -> None:
-    """Show what RUN and OTHER were trained on, what their best adapters are worth, and which settings differ."""
+    """Show what RUN and OTHER were trained on, how good their best adapters are, and which settings differ."""
     from alto.results import load_run
 
     compared = load_run(run).compare(other)

@@ -1,4 +1,4 @@
-"""What the shell completes: folders of runs and queues, and keys after ``--set``."""
+"""Completions for the shell: folders of runs and queues, and keys after ``--set``."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from alto.spec.method import OWN_METHODS, find_method
 __all__ = ["complete_job_key", "complete_queue", "complete_run", "complete_simulation_key", "complete_task_key"]
 
 RUNS = Path("runs")
-"""Where runs are, unless the user names another folder."""
+"""Folder of runs, unless the user names another."""
 
 
 def complete_run(incomplete: str) -> list[str]:
-    """Folders of runs and queues that begin with ``incomplete``, newest first: in ``runs``, or in the folder that it
-    names."""
+    """Return folders of runs and queues that begin with ``incomplete``, newest first, from the folder that it names or
+    else from ``runs``."""
     return [path for path, _ in _found(incomplete)]
 
 
 def complete_queue(incomplete: str) -> list[str]:
-    """Of the folders of :func:`complete_run` those of queues."""
+    """Return the folders of queues that begin with ``incomplete``, newest first."""
     return [path for path, root in _found(incomplete) if QueueDir.exists(root)]
 
 
 def complete_task_key(incomplete: str) -> list[str]:
-    """Keys of a task file with ``=``; those of its mappings once their name is there, such as ``search_space.``."""
+    """Return keys of a task file with ``=``, and keys of its mappings after their name, such as ``search_space.``."""
     of_job = _job_keys()
     keys = [*Task.model_fields, *of_job]
     inner = {"search_space": of_job, "early_exit": EarlyExit.model_fields, "search": Search.model_fields}
@@ -36,12 +36,12 @@ def complete_task_key(incomplete: str) -> list[str]:
 
 
 def complete_job_key(incomplete: str) -> list[str]:
-    """Keys of the configuration of a job, with ``=``."""
+    """Return keys of a job's configuration, with ``=``."""
     return _beginning(incomplete, _job_keys())
 
 
 def complete_simulation_key(incomplete: str) -> list[str]:
-    """Keys of a simulation file, with ``=``."""
+    """Return keys of a simulation file, with ``=``."""
     return _beginning(incomplete, Simulation.model_fields)
 
 

@@ -26,7 +26,7 @@ from alto.records import AdapterEvaluation, Evaluation, EvaluationResult, Genera
 __all__ = ["evaluate"]
 
 _MAX_LABELS = 12
-"""Most labels whose confusions fit into a table; those of more are in the JSON alone."""
+"""Maximum number of labels for which the table shows a confusion matrix; with more, only the JSON has it."""
 
 
 def _all_reachable(paths: list[Path] | None) -> list[Path] | None:
@@ -79,7 +79,7 @@ def evaluate(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON and nothing else.")] = False,
 ) -> None:
-    """Measure adapters on rows they were not trained on; the numbers go to the metrics.json of each."""
+    """Measure adapters on rows they were not trained on; the scores are written to the metrics.json of each."""
     what = _metric(metric)
     if save_predictions is not None:
         _check_file(save_predictions)
@@ -124,7 +124,7 @@ def evaluate(
 
 
 def _metric(text: str) -> Any:
-    """A word, or the settings of a scorer, which YAML writes between braces."""
+    """Return the name of a metric, or the settings of a scorer, which are written as a YAML mapping in braces."""
     if text in get_args(Metric):
         return text
     with contextlib.suppress(yaml.YAMLError):
@@ -139,14 +139,14 @@ def _metric(text: str) -> Any:
 
 
 def _check_file(path: Path) -> None:
-    """Check that predictions can be saved, before they are made."""
+    """Check that predictions can be saved, before any are made."""
     if not path.parent.is_dir() or path.is_dir():
         raise typer.BadParameter(f"expected a file in a folder that exists, found {str(path)!r}; make the folder first")
 
 
 @contextlib.contextmanager
 def _progress(console: Console, *, silent: bool) -> Iterator[Callable[[str, int, int], None] | None]:
-    """A bar for each thing measured on a terminal, nothing elsewhere."""
+    """Yield a function that shows a progress bar for each measurement; None if that is not wanted or no terminal."""
     if silent or not console.is_terminal:
         yield None
         return
@@ -163,7 +163,7 @@ def _progress(console: Console, *, silent: bool) -> Iterator[Callable[[str, int,
 
 
 def _write(path: Path, predictions: Sequence[Prediction]) -> None:
-    """Write a line for every row, with the answers of all weights."""
+    """Write one line per row, with the answers of all adapters and the base model."""
     rows: dict[int, dict[str, Any]] = {}
     for one in predictions:
         line = rows.setdefault(
@@ -182,7 +182,7 @@ def _write(path: Path, predictions: Sequence[Prediction]) -> None:
 
 
 def _score(prediction: Prediction) -> dict[str, Any]:
-    """What a scorer found; nothing where none was named."""
+    """Return the scorer's result; empty if there is no scorer."""
     if prediction.score is None:
         return {}
     extracted = {} if prediction.correct is None else {"extracted": prediction.extracted}
@@ -190,7 +190,7 @@ def _score(prediction: Prediction) -> dict[str, Any]:
 
 
 def _table(result: EvaluationResult) -> Table:
-    """A row for every adapter, the base model's first; a column for what was measured."""
+    """Return a table with a row for each adapter, after the base model's, and a column for each measured number."""
     baseline = [] if result.baseline is None else [("base", result.baseline)]
     evaluations = [*baseline, *((found.name, found.evaluation) for found in result.adapters)]
     columns = [(title, show) for title, show in _COLUMNS if any(show(found) for _, found in evaluations)]
@@ -200,13 +200,13 @@ def _table(result: EvaluationResult) -> Table:
     for title, _ in columns:
         table.add_column(scorer if title == "score" else title, justify="right")
     for name, found in evaluations:
-        # Text, not markup: a file's name may hold brackets.
+        # Text, not markup, because a file's name may have brackets.
         table.add_row(Text(name), *(show(found) or "–" for _, show in columns))
     return table
 
 
 def _print_labels(console: Console, adapter: AdapterEvaluation, *, is_named: bool) -> None:
-    """Print what a classifier gets wrong: how often it predicts which label, and how well it finds each."""
+    """Print a classifier's F1 of each label, and how often it predicts which label for it."""
     found = adapter.evaluation
     if found.label_f1 is None:
         return

@@ -89,7 +89,7 @@ def export(
 
 
 def _show(result: ExportResult) -> None:
-    """Print where it is, whether it is right, and the command for it; nothing is wrapped, to be copied."""
+    """Print the folder, how far a merged model differs, and the command to use it; unwrapped, to be copied."""
     compared = ""
     if result.difference is not None:
         compared = f" (logits differ from the adapter's by {result.difference:.1e}, relative)"

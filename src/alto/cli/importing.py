@@ -53,7 +53,7 @@ def import_tasks(
 
 
 def _report(file: ImportedFile) -> None:
-    """Print what became of the keys of a file on stderr, the most important first."""
+    """Print on stderr how each key of a file was handled, the most important first."""
     typer.echo(f"{file.path} ({file.tool.title})", err=True)
     for line in _lines(file):
         typer.echo(f"  {line}", err=True)

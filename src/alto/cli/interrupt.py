@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and a closed terminal: the first lets the running task stop cleanly, the second stops at once."""
+"""Ctrl-C, SIGTERM and a closed terminal: the first lets the running task stop cleanly, the second stops it at once."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupt:
-    """Whether the user wants the work to stop, and what the user is told when a signal comes.
+    """Records whether the user wants the work to stop, and tells the user what a signal does.
 
     Args:
-        what: What can be resumed: ``run`` or ``queue``.
+        what: The thing that can be resumed: ``run`` or ``queue``.
 
     Attributes:
-        exit_code: 128 and the signal's number, as shells have it; 0 before a signal came.
-        announce: Called with a sentence for the user when a signal came, on a thread of its own; writes it on stderr,
-            unless a live table takes its place.
+        exit_code: 128 plus the signal's number, as in shells; 0 before a signal came.
+        announce: Called on its own thread with a sentence for the user when a signal came; writes to stderr, unless a
+            live table replaces it.
     """
 
     def __init__(self, what: str = "run") -> None:
@@ -41,14 +41,13 @@ class Interrupt:
         self._has_ended = False
 
     def requested(self) -> bool:
-        """Whether a signal came while the task trained. Training calls this, so from its first call on it can stop
-        cleanly."""
+        """Return whether a signal has come. Training calls this, so from the first call on it can stop cleanly."""
         self._is_asked = True
         return self.exit_code != 0
 
     def observe(self, entry: JournalEntry) -> None:
-        """Detect from events that nothing is left to stop cleanly. That there is something is known from the calls of
-        training: events arrive a moment later, on another thread."""
+        """Detect from events that nothing is left to stop cleanly. The start of training is not detected here, because
+        events arrive a moment later, on another thread; :meth:`requested` shows it."""
         match entry.event:
             case events.TaskCompleted() | events.TaskInterrupted():
                 self._has_ended = True
@@ -56,12 +55,12 @@ class Interrupt:
                 self._has_ended = True
             case events.QueueStarted():
                 self._has_begun = True
-            case events.TaskResumed() | events.QueueResumed():  # earlier entries are of an earlier process
+            case events.TaskResumed() | events.QueueResumed():  # earlier entries come from an earlier process
                 self._has_begun = True
                 self._has_ended = False
 
     def handle(self, number: int, _: FrameType | None) -> None:
-        """The signal handler."""
+        """Handle a signal."""
         at_once = self.exit_code != 0 or not self._can_stop_cleanly
         self.exit_code = 128 + number
         if at_once:
@@ -78,15 +77,15 @@ class Interrupt:
             text = "Stopping after this measurement; nothing was trained yet. Press Ctrl-C again to stop at once."
         else:
             text = f"Stopping after this step; the {self._what} can be resumed. Press Ctrl-C again to stop at once."
-        with contextlib.suppress(OSError, ValueError):  # a closed terminal, or stream, cannot be written to
+        with contextlib.suppress(OSError, ValueError):  # the terminal or stream may be closed
             self.announce(text)
 
     def how_to_continue(self, stop: KeyboardInterrupt, root: Path | None) -> str:
-        """What the user does after a stop at once: the command that resumes what was begun, whole.
+        """Return what to tell the user after a stop at once: the whole command that resumes the work, if it had begun.
 
         Args:
-            stop: The exception; the engine adds a note with the command where a run or queue had begun.
-            root: The run or queue that was to be resumed; None where it was to begin.
+            stop: The exception; the engine adds a note with the command if a run or queue had begun.
+            root: The run or queue that was being resumed; None for a new one.
         """
         notes = getattr(stop, "__notes__", ())
         if notes:
@@ -106,13 +105,13 @@ def _write(text: str) -> None:
 
 @contextlib.contextmanager
 def catching_signals(what: str = "run") -> Iterator[Interrupt]:
-    """Handle signals within the block.
+    """Handle signals inside the block.
 
     Args:
-        what: What can be resumed: ``run`` or ``queue``.
+        what: The thing that can be resumed: ``run`` or ``queue``.
     """
     interrupt = Interrupt(what)
-    # Ignored signals stay ignored: nohup, a shell's background jobs.
+    # Ignored signals stay ignored, as with nohup or in a shell's background jobs.
     heeded = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
     with _announcing(interrupt, heeded):
         before = {number: signal.signal(number, interrupt.handle) for number in heeded}
@@ -125,10 +124,10 @@ def catching_signals(what: str = "run") -> Iterator[Interrupt]:
 
 @contextlib.contextmanager
 def _announcing(interrupt: Interrupt, numbers: Collection[int]) -> Iterator[None]:
-    """Within the block, a thread calls :meth:`Interrupt.on_signal` as soon as one of these signals comes.
+    """Start a thread that calls :meth:`Interrupt.on_signal` as soon as one of these signals comes inside the block.
 
-    The signal handler itself runs only between two instructions of Python on the main thread, which may be inside one
-    long call of torch. The interpreter's wake-up file descriptor is written to before that.
+    The signal handler itself runs only between two Python instructions of the main thread, which may be inside one long
+    call of torch. The interpreter writes to its wake-up file descriptor before that.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -145,7 +144,7 @@ def _announcing(interrupt: Interrupt, numbers: Collection[int]) -> Iterator[None
         yield
     finally:
         signal.set_wakeup_fd(before)
-        os.write(writer, b"\0")  # no signal has this number: it ends the watcher
+        os.write(writer, b"\0")  # ends the watcher; no signal has this number
         watcher.join()
         os.close(reader)
         os.close(writer)

@@ -1,5 +1,5 @@
-"""``alto job``: stop, resume and clone jobs of a running task from another terminal; resume and clone jobs of a
-finished one."""
+"""``alto job``: stops, resumes and clones jobs of a running task from another terminal; resumes and clones jobs of a
+finished task."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def stop(run: Run, job: JobName, wait_s: Wait = 60.0) -> None:
 
 @app.command()
 def resume(run: Run, job: JobName, wait_s: Wait = 60.0) -> None:
-    """Resume JOB, which you stopped, or which early exit ended in a task with keep: all. A finished run needs keep:
-    all, and continues with the next alto resume RUN."""
+    """Resume JOB after you stopped it, or after early exit ended it in a task with keep: all. A finished run needs
+    keep: all, and trains the job with the next alto resume RUN."""
     _ask(run, Action.RESUME, job, wait_s=wait_s)
 
 
@@ -59,8 +59,8 @@ def clone(
     ] = False,
     wait_s: Wait = 60.0,
 ) -> None:
-    """Add a job with the configuration of JOB and some settings changed. A finished run needs keep: all, and trains it
-    with the next alto resume RUN, which renews its result."""
+    """Add a job with the configuration of JOB and some settings changed. A finished run needs keep: all; the next alto
+    resume RUN trains the new job and updates the result."""
     changed = dict(map(parse_override, changes or ()))
     started = read_history(RunDir.open(run).root).started
     method = find_method("sft" if started is None else started.method)
@@ -92,6 +92,6 @@ def _ask(
 
 
 def _resumed(run_dir: RunDir) -> Path:
-    """The folder that ``alto resume`` takes: that of the queue, where the run is a task of one."""
+    """Return the folder for ``alto resume``: the queue's if the run is a task of a queue, else the run's."""
     queue = run_dir.root.parents[1]
     return queue if QueueDir.exists(queue) else run_dir.root

@@ -60,10 +60,10 @@ def list_(
 
 
 def _list_runs(folder: Path | None, *, as_json: bool) -> None:
-    """Print the runs and queues in ``folder``, in ``runs`` where it is None.
+    """Print the runs and queues in ``folder``, or in ``runs`` if it is None.
 
     Raises:
-        RunNotFoundError: The folder is named, and there is none.
+        RunNotFoundError: ``folder`` does not exist.
     """
     if folder is not None and not folder.is_dir():
         raise RunNotFoundError(
@@ -104,7 +104,7 @@ def _list_tasks(queue: Path, *, as_json: bool) -> None:
     """Print the tasks of the queue and their progress.
 
     Raises:
-        RunNotFoundError: It is the folder of no queue.
+        RunNotFoundError: ``queue`` is not the folder of a queue.
         RunError: The queue's journal is damaged.
     """
     if not QueueDir.exists(queue) and find_runs(queue):

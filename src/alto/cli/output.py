@@ -1,4 +1,4 @@
-"""What commands print: progress while a task runs, and results as strict JSON."""
+"""The output of commands: progress while a task runs, and results as strict JSON."""
 
 from __future__ import annotations
 
@@ -37,12 +37,10 @@ __all__ = [
 
 @contextlib.contextmanager
 def progress(console: Console, interrupt: Interrupt, *, silent: bool) -> Iterator[list[Observer]]:
-    """Observers that show a run: the live table on a terminal, plain lines elsewhere, none when ``silent``.
+    """Yield observers that show a run: the live table on a terminal, plain lines elsewhere, none when ``silent``.
 
     Args:
-        console: Where it is shown.
         interrupt: Tells the user what a signal does, inside the live table while there is one.
-        silent: Whether nothing is shown.
     """
     if silent:
         yield []
@@ -57,11 +55,10 @@ def progress(console: Console, interrupt: Interrupt, *, silent: bool) -> Iterato
 def queue_progress(
     console: Console, interrupt: Interrupt, known: QueueProgress, *, silent: bool
 ) -> Iterator[list[Observer]]:
-    """Observers that keep and show the progress of a queue, as :func:`progress` does for a run.
+    """Yield observers that keep and show the progress of a queue, as :func:`progress` does for a run.
 
     Args:
-        console: Where it is shown.
-        interrupt: As of :func:`progress`.
+        interrupt: See :func:`progress`.
         known: The progress before the first observed entry; it is updated.
         silent: Whether nothing is shown.
     """
@@ -76,7 +73,7 @@ def queue_progress(
 
 @contextlib.contextmanager
 def _announced_in(view: object, interrupt: Interrupt) -> Iterator[None]:
-    """Within the block, a live table shows what a signal does: a line on stderr could scroll away above it."""
+    """Show messages about signals in the live table inside the block: a line on stderr could scroll away above it."""
     from alto.export import LiveQueueView, LiveView
 
     if not isinstance(view, LiveView | LiveQueueView):
@@ -90,20 +87,20 @@ def _announced_in(view: object, interrupt: Interrupt) -> Iterator[None]:
 
 
 def _until_pipe_closes(observe: Observer) -> Observer:
-    """A run continues when the pipe of its output closes (``alto tune FILE | head``)."""
+    """Return an observer that lets the run continue when the pipe of its output closes (``alto tune FILE | head``)."""
 
     def observe_if_read(entry: JournalEntry) -> None:
         try:
             observe(entry)
         except BrokenPipeError:
-            # All later output, also of the interpreter's exit, is discarded.
+            # Discard all later output, including that at the interpreter's exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     return observe_if_read
 
 
 def print_error(error: AltoError) -> None:
-    """Print an error on stderr; names of files and columns are cleaned of terminal escapes."""
+    """Print an error on stderr; terminal escapes in names of files and columns are removed."""
     from alto.export.preview import visible
 
     # Text, not markup: rich would read rows.jsonl:100: as an emoji.
@@ -111,14 +108,14 @@ def print_error(error: AltoError) -> None:
 
 
 def print_stop(how_to_continue: str) -> None:
-    """Print on stderr that the work was stopped at once, and what continues it; a command is not wrapped."""
+    """Print on stderr that the work was stopped at once, and how to continue it; a command is not wrapped."""
     from alto.export.preview import visible
 
     Console(stderr=True).print(Text(visible(f"Stopped at once; {how_to_continue}")), soft_wrap=True)
 
 
 def print_interrupted(console: Console, root: Path) -> None:
-    """Print that no process works on the run or queue in ``root``, and the command that resumes it, not wrapped."""
+    """Print that no process works on the run or queue in ``root``, and the command that resumes it, unwrapped."""
     from alto.export.preview import visible
 
     text = f"no process works on it; continue with: {resume_command(root)}"
@@ -133,12 +130,12 @@ def print_notices(results: Sequence[TaskResult]) -> None:
 
 
 def print_json(facts: Mapping[str, Any]) -> None:
-    """Print ``facts`` as strict JSON: a number that is not finite becomes null."""
+    """Print ``facts`` as strict JSON; numbers that are not finite become null."""
     typer.echo(json.dumps(_strict(facts), indent=2, allow_nan=False))
 
 
 def result_facts(result: TaskResult) -> dict[str, Any]:
-    """A task's result as plain values."""
+    """Return a task's result as plain values."""
     return {
         **dataclasses.asdict(result.outcome),
         "notes": result.notes,

@@ -1,4 +1,4 @@
-"""Runs on the command line: paths that the operating system cannot look up, and the latest run where none is named."""
+"""Arguments that name runs: refuses paths that cannot be looked up, and takes the latest run if none is named."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["AnyRun", "InterruptedRun", "Run", "interrupted_run", "reachable", "r
 
 
 def reachable(path: Path | None) -> Path | None:
-    """``path`` unchanged, whether or not it exists.
+    """Return ``path`` unchanged, whether or not it exists.
 
     Raises:
         RunNotFoundError: A name is too long, a link leads to itself, or a parent folder cannot be read.
@@ -37,7 +37,7 @@ AnyRun = Annotated[
         help="Run directory; by default the latest in ./runs.", callback=reachable, autocompletion=complete_run
     ),
 ]
-"""A run, or None where the user names none."""
+"""A run; None if the user names none."""
 
 
 InterruptedRun = Annotated[
@@ -48,24 +48,24 @@ InterruptedRun = Annotated[
         autocompletion=complete_run,
     ),
 ]
-"""A run to resume, or None where the user names none."""
+"""A run to resume; None if the user names none."""
 
 
 def run_to_show(run: Path | None, command: str) -> Path:
-    """``run``, or the latest run or queue in ``runs``.
+    """Return ``run``, or the latest run or queue in ``runs``.
 
     Args:
-        run: As the user names it; None where that is left to the command.
-        command: Its name, for the message.
+        run: The run that the user names, if any.
+        command: Name of the command, for the message.
 
     Raises:
-        RunNotFoundError: None is named, and there is none.
+        RunNotFoundError: No run is named, and there is none.
     """
     return run or _taken(latest_run(RUNS), "run", f"alto {command} RUN")
 
 
 def run_to_evaluate() -> Path:
-    """The latest run in ``runs``; a queue has no adapter of its own.
+    """Return the latest run in ``runs``; queues are skipped because they have no adapter of their own.
 
     Raises:
         RunNotFoundError: There is none.
@@ -75,10 +75,10 @@ def run_to_evaluate() -> Path:
 
 
 def interrupted_run(run: Path | None) -> Path:
-    """``run``, or the latest run or queue in ``runs`` that is interrupted.
+    """Return ``run``, or the latest interrupted run or queue in ``runs``.
 
     Raises:
-        RunNotFoundError: None is named, and there is none.
+        RunNotFoundError: No run is named, and none is interrupted.
     """
     if run is not None:
         return run
@@ -87,7 +87,7 @@ def interrupted_run(run: Path | None) -> Path:
 
 
 def _taken(found: Path | None, what: str, command: str) -> Path:
-    """The run that is taken, which is said on stderr."""
+    """Return the found run, and print it on stderr."""
     if found is None:
         raise RunNotFoundError(
             f"expected a run, found that none is named and that {RUNS.resolve()} has no {what}; name one ({command}), "

@@ -1,4 +1,4 @@
-"""``alto plan``: the memory and time of tasks, before anything is trained."""
+"""``alto plan``: memory and time of tasks, before anything is trained."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def plan(
     from alto.engine import Engine
     from alto.export import PlainView, plan_text, schedule_text
 
-    # On stderr, as the plan may be read by a program.
+    # On stderr, because a program may read the plan from stdout.
     view = PlainView(sys.stderr)
     engine = Engine(strategy=strategy, total_gpus=total_gpus, observers=[] if as_json else [view.observe])
     console = Console()

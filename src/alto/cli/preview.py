@@ -40,7 +40,7 @@ def preview(
 ) -> None:
     """Show the first examples of FILE as the model will see them, and how many rows are used, cut and left out.
 
-    Of 4 MiB of texts or more, the first rows are read, and the numbers are of these.
+    If the texts have 4 MiB or more, only the first rows are read and counted.
     """
     task = _task(file, model, form, overrides or [])
     from alto.engine import Engine

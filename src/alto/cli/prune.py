@@ -1,4 +1,4 @@
-"""``alto prune``: frees the disk space of adapters and states of old runs."""
+"""``alto prune``: frees the disk space that adapters and states of old runs use."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def prune(
     ] = "finalists",
     as_json: AsJson = False,
 ) -> None:
-    """Remove adapters and states of jobs that finished runs need no more; best/, journal and report stay."""
+    """Remove adapters and states of jobs that finished runs no longer need; best/, journal and report stay."""
     dirs = [run for root in runs for run in _runs_in(root)]
-    # Nothing is removed where one of them is refused.
+    # Check all runs first, so that nothing is removed if one of them is refused.
     histories = [_finished(run) for run in dirs]
     facts: list[dict[str, Any]] = []
     for run, history in zip(dirs, histories, strict=True):
@@ -59,10 +59,10 @@ def prune(
 
 
 def _runs_in(root: Path) -> list[RunDir]:
-    """The run in ``root``, or those of the tasks of a queue that have begun.
+    """Return the run in ``root``, or the runs of a queue's tasks that have started.
 
     Raises:
-        RunNotFoundError: There is none.
+        RunNotFoundError: ``root`` is neither a run nor a queue.
     """
     if not QueueDir.exists(root):
         return [RunDir.open(root)]
@@ -72,11 +72,11 @@ def _runs_in(root: Path) -> list[RunDir]:
 
 
 def _finished(run: RunDir) -> RunHistory:
-    """The history of a run that nothing works on and nothing is left to be trained of.
+    """Return the history of a finished run, after checking that no process or waiting command needs it.
 
     Raises:
         RunBusyError: A process works on it.
-        RunError: It is not finished, or a command waits that gives it further jobs, or its journal is damaged.
+        RunError: It is not finished, or a waiting command adds jobs to it, or its journal is damaged.
     """
     if run.is_locked():
         raise RunBusyError(

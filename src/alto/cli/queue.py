@@ -1,4 +1,4 @@
-"""``alto submit``, ``cancel`` and ``drain``: a queue that ``alto run`` works on, from another terminal."""
+"""``alto submit``, ``cancel`` and ``drain``: control a queue that ``alto run`` works on, from another terminal."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def submit(
     overrides: Overrides = None,
     wait_s: Wait = 60.0,
 ) -> None:
-    """Submit the tasks in FILES to the queue; it runs them as soon as it is their turn."""
+    """Submit the tasks in FILES to the queue, which runs them when it is their turn."""
     tasks = [load_task(file, overrides or ()) for file in files]
     queue_dir = QueueDir.open(queue)
     from alto.engine.runner import portable
@@ -65,7 +65,7 @@ def cancel(
     """Cancel tasks of a queue that is not finished; those that run save and end."""
     queue_dir = QueueDir.open(queue)
     mailbox = QueueMailbox(queue_dir.run)
-    if not mailbox.num_pending and queue_dir.run.journal_file.exists():  # a task that was submitted may wait
+    if not mailbox.num_pending and queue_dir.run.journal_file.exists():  # a submitted task may be pending
         history = read_queue_history(queue_dir.root)
         if history.is_completed and not history.in_state(TaskStage.FAILED):  # alto resume tries failed ones again
             raise QueueCommandError(
@@ -81,7 +81,7 @@ def drain(
     ] = False,
     wait_s: Wait = 60.0,
 ) -> None:
-    """End the queue: running tasks save and end, and alto resume continues them."""
+    """End the queue: running tasks save and end; alto resume continues them."""
     queue_dir = QueueDir.open(queue)
     if not queue_dir.run.is_locked():
         typer.echo(_NO_PROCESS)
@@ -97,10 +97,10 @@ def _show_answers(
     """Print the outcome of each command.
 
     Args:
-        remains: Whether commands that this process does not carry out are left for the next process.
+        remains: Whether commands that no process carries out now stay for the next process.
 
     Raises:
-        QueueCommandError: Some were refused; the outcomes of the others are printed first.
+        QueueCommandError: Some were refused; the results of the others are printed first.
     """
     refusals = []
     for command in commands:

@@ -25,9 +25,10 @@ def refit(
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train the winner of the finished RUN again on all its rows, those to validate on included, in a run of its own.
+    """Train the winner of the finished RUN again on all its rows, including the validation set, in a new run.
 
-    It has the winner's settings and seed, and takes the steps of its best checkpoint. Nothing is validated.
+    The refit uses the winner's settings and seed, and trains up to the step of its best checkpoint. Nothing is
+    validated.
     """
     train(
         lambda engine: engine.refit(run, to=output_dir, trust_remote_code=trust_remote_code),

@@ -1,4 +1,4 @@
-"""``alto report``: the outcome of a run, on the terminal and as a page."""
+"""``alto report``: the result of a run, on the terminal and as a page."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def resume(
 ) -> None:
     """Resume an interrupted RUN or queue from its last checkpoint; by default the latest interrupted one in ./runs.
 
-    A queue keeps the strategy it began with.
+    A queue keeps the strategy that it started with.
     """
     root = interrupted_run(run)
     if QueueDir.exists(root):

@@ -64,7 +64,7 @@ def run(
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Run the tasks in FILES side by side so that all are done soonest, and keep the best adapter of each."""
+    """Run the tasks in FILES side by side so that all finish as early as possible; keep the best adapter of each."""
     if not files and not wait_for_tasks:
         raise typer.BadParameter("expected task files, or --wait-for-tasks", param_hint="FILES")
     tasks = [load_task(file, overrides or ()) for file in files or ()]
@@ -106,14 +106,14 @@ def work_on_queue(
     queue: Path | None = None,
     **settings: object,
 ) -> None:
-    """Let an engine work on a queue, and show it.
+    """Run a queue with an engine, and show it.
 
     Args:
         work: Works on the queue; returns its folder and results.
-        progress: Of the queue, which may have begun before; it is updated.
-        as_json, quiet: What is printed at the end, instead of the table.
+        progress: Progress of the queue, which may have started before; it is updated.
+        as_json, quiet: Print the results as JSON, or only the adapters' folders, instead of the table.
         queue: The queue that is resumed; None for a new one.
-        settings: Of the engine.
+        settings: Settings of the engine.
     """
     from alto.engine import Engine
     from alto.export import queue_summary

@@ -47,7 +47,7 @@ def serve(
     cluster: Annotated[str | None, typer.Option(help="What tasks run on, as of alto run.")] = None,
     total_gpus: Annotated[int | None, typer.Option(help="GPUs, or CPU slots, to use at most.")] = None,
 ) -> None:
-    """Tune for many users: OpenAI's fine-tuning API, an API of ALTO's own, and a dashboard."""
+    """Serve tuning to many users: OpenAI's fine-tuning API, ALTO's own API, and a dashboard."""
     with _service_installed():
         from alto.service.serve import serve as run
         from alto.service.settings import load_settings
@@ -85,7 +85,7 @@ def create(
     database: Database = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Make a key and print its secret, which is not kept; limits are set for its tenant."""
+    """Make a key and print its secret, which is not stored; the limits apply to its tenant."""
     from alto.service.access import create_key, create_tenant
 
     limits = {
@@ -136,7 +136,7 @@ def revoke(
     data_dir: DataDir = None,
     database: Database = None,
 ) -> None:
-    """Let a key count no more, from its next request on."""
+    """Revoke a key; its next request is refused."""
     from alto.service.access import revoke_key
 
     with _opened(settings, data_dir, database) as store, store.writing() as session:
@@ -157,7 +157,7 @@ def _service_installed() -> Iterator[None]:
 
 @contextmanager
 def _opened(settings: str | None, data_dir: str | None, database: str | None) -> Iterator[Store]:
-    """The database of a service, migrated."""
+    """Yield the database of a service, after migrating it."""
     with _service_installed():
         from alto.service.database import opened_store
         from alto.service.settings import load_settings

@@ -55,7 +55,7 @@ def show(
 
 
 def _show_run(console: Console, run_dir: RunDir, *, as_json: bool) -> bool:
-    """Show a run once; returns whether a process works on it."""
+    """Show a run once; return whether a process works on it."""
     from alto.export import final_summary
 
     is_live, now = run_dir.is_locked(), time.time()
@@ -120,7 +120,7 @@ def _queue_facts(queue: Path, progress: QueueProgress, *, is_live: bool, now: fl
 
 
 def _outlook(history: RunHistory | None, *, is_live: bool, now: float) -> dict[str, float | None]:
-    """Remaining seconds and tokens per second of a run that a process works on; null elsewhere."""
+    """Return remaining seconds and tokens per second of a run that a process works on; None for any other run."""
     if history is None or not is_live:
         return {"remaining_s": None, "tokens_per_s": None}
     found = outlook(history, now)

@@ -50,7 +50,7 @@ def simulate(
     html: Annotated[Path | None, typer.Option("--html", help="Write a Gantt picture of the best outcome.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON and nothing else.")] = False,
 ) -> None:
-    """Simulate how long the tasks that FILE describes take on a cluster, by every method of scheduling."""
+    """Simulate how long the tasks that FILE describes take on a cluster, with each scheduling method."""
     simulation = load_simulation(file, overrides or ())
     from alto.scheduler.simulate import nodes_of, smallest_cluster
     from alto.scheduler.simulate import simulate as run
@@ -108,7 +108,7 @@ def simulate(
 
 @contextlib.contextmanager
 def _progress(*, silent: bool) -> Iterator[Callable[[str, int, int], None]]:
-    """Shows the progress of the simulations, on stderr if that is a terminal; nothing elsewhere."""
+    """Yield a function that shows the progress of the simulations on stderr; it does nothing if that is no terminal."""
     console = Console(stderr=True)
     if silent or not console.is_terminal:
         yield lambda what, done, total: None
@@ -124,7 +124,7 @@ def _progress(*, silent: bool) -> Iterator[Callable[[str, int, int], None]]:
 
 
 def _usual_methods(simulation: Simulation) -> list[str]:
-    """The methods where the user names none; without OR-tools, a notice on stderr says that ``cp-sat`` is left out."""
+    """Return the methods if the user names none; if ``cp-sat`` is left out without OR-tools, say so on stderr."""
     from alto.scheduler.simulate import MAX_SOLVED
 
     num_tasks = simulation.num_tasks if simulation.trace is None else len(simulation.trace)
@@ -150,7 +150,7 @@ def _facts(outcome: SimulationOutcome) -> dict[str, object]:
 
 
 def _table(outcomes: list[SimulationOutcome]) -> Table:
-    """Narrow enough for a terminal of 80 columns; times in hours."""
+    """Return a table of the outcomes that fits a terminal of 80 columns; times in hours."""
     from alto.export.wording import format_share
 
     table = Table(box=box.SIMPLE_HEAD, show_edge=False)
@@ -169,6 +169,6 @@ def _table(outcomes: list[SimulationOutcome]) -> Table:
 
 
 def _notes(outcomes: list[SimulationOutcome]) -> list[str]:
-    """The methods whose plans were partly made by another method."""
+    """Return notes on the methods whose plans were partly made by another method."""
     helped = {found.method: found.planner for found in outcomes if found.planner != found.method}
     return [f"{method}: planned by {planner} where many tasks wait or run" for method, planner in helped.items()]

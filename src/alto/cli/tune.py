@@ -54,12 +54,12 @@ def train(
     quiet: bool,
     run: Path | None = None,
 ) -> None:
-    """Let an engine work on one task, and show it.
+    """Run one task with an engine, and show it.
 
     Args:
         work: Trains the task on an engine.
-        strategy, output_dir: As the engine takes them.
-        as_json, quiet: What is printed at the end, instead of the table.
+        strategy, output_dir: See :class:`alto.Engine`.
+        as_json, quiet: Print the result as JSON, or only the adapter's folder, instead of the table.
         run: The run that is resumed; None for a new one.
     """
     from alto.engine import Engine

@@ -1,4 +1,4 @@
-"""Runs tasks: a controller owns the GPUs and drives the queue, a cluster launches executors here or on Ray."""
+"""Runs tasks: a controller owns the GPUs and drives the queue; a cluster launches executors here or on Ray."""
 
 from alto.cluster.attempt import Ending
 from alto.cluster.base import (

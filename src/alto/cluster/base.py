@@ -1,4 +1,4 @@
-"""What a cluster does for the queue: start executors, watch them, end them."""
+"""The interface of a cluster to the queue: it starts, watches and ends executors."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ __all__ = ["Cluster", "ClusterEvent", "EntryWritten", "ExecutorEnded", "GpuCame"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """A run to be worked on, by an executor that is started for it or works on others already.
+    """A run for an executor: one that is started for it, or one that already works on other runs.
 
     Attributes:
         task: Unique within the queue.
-        run_dir: Folder of the run, made already and seen by every node; an earlier attempt in it is resumed.
-        entry: What the executor does, ``module:function``: it is called with the run directory and a function that
-            returns whether to stop; or a class, :class:`alto.cluster.Host`, which can work on several runs at once.
-        gpus: Its own for as long as it runs, or its executor's.
+        run_dir: Folder of the run; it exists and every node sees it. An earlier attempt in it is resumed.
+        entry: ``module:name`` of the executor's work: a function that is called with the run directory and a function
+            that returns whether to stop; or a class, :class:`alto.cluster.Host`, which can work on several runs.
+        gpus: The GPUs of the run while it runs; shared with the other runs of its executor.
         attempt: Number of the attempt, from 1.
-        num_ranks: Number of its processes, each on its share of the GPUs; a single process has all of them.
-        trust_remote_code: Whether the user allows code of the base model, where the task sets this key too.
-        executor: Launches with the same one, which is not empty, share a process, with the same GPUs; empty: none.
-        base: Launches with the same one, which is not empty, need the same base model: an idle process that holds it
-            is preferred.
-        tenant: Who submitted the task.
-        priority: Of the task.
+        num_ranks: Number of processes, each on its share of the GPUs; a single process has all of them.
+        trust_remote_code: Whether the user allows code of the base model if the task sets this key too.
+        executor: Launches with equal, non-empty values share a process on the same GPUs.
+        base: Launches with equal, non-empty values need the same base model; an idle process that holds it is
+            preferred.
+        tenant: Tenant that submitted the task.
+        priority: Priority of the task.
     """
 
     task: str
@@ -53,20 +53,14 @@ class Outcome(StrEnum):
     INTERRUPTED = "interrupted"
     """Stopped on request, with everything on disk."""
     FAILED = "failed"
-    """With an error that the next attempt would meet again."""
+    """Ended with an error that would recur in the next attempt."""
     LOST = "lost"
-    """Killed, hung, or gone with its node; what it had saved can be resumed."""
+    """Killed, hung, or gone with its node; its saved state can be resumed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntryWritten:
-    """An entry that the executor of a task has written into the journal of its run.
-
-    Attributes:
-        task: Name of the task.
-        attempt: Number of the attempt.
-        entry: The journal entry.
-    """
+    """A journal entry of a run, written by the task's executor."""
 
     task: str
     attempt: int
@@ -75,15 +69,14 @@ class EntryWritten:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutorEnded:
-    """Nothing of this attempt runs any more; or its watcher died alone, and it saves and ends by itself: until then it
-    holds the lock of its run, which keeps the next attempt waiting.
+    """The end of an attempt: none of its processes runs any more.
+
+    One exception: its watcher died alone. The executor then saves and ends by itself, and until then it holds the lock
+    of its run, so that the next attempt waits.
 
     Attributes:
-        task: Name of the task.
-        attempt: Number of the attempt.
-        outcome: Kind of the end.
-        reason: A sentence for the user; where it finished, warnings beside the result.
-        error: Class of the error that it ended with; empty where there was none, or it is unknown.
+        reason: A sentence for the user; if it finished, warnings beside the result.
+        error: Class of the error that ended it; empty if there was none, or it is unknown.
     """
 
     task: str
@@ -115,27 +108,27 @@ class Cluster(Protocol):
 
     @property
     def nodes(self) -> Sequence[Node]:
-        """The machines as they are now."""
+        """The machines, as of now."""
 
     @property
     def has_gpus(self) -> bool:
-        """False where CPU slots stand for GPUs."""
+        """False if CPU slots take the place of GPUs."""
 
     def start(self, launch: Launch) -> None:
-        """Start an executor; :meth:`poll` reports its events, also where it cannot be started.
+        """Start an executor; :meth:`poll` reports its events, including a failure to start.
 
         Raises:
-            ValueError: The task runs already, or a GPU is taken or is not in this cluster.
+            ValueError: The task already runs, or a GPU is taken or is not in this cluster.
         """
 
     def stop(self, task: str) -> None:
         """Let a running executor save and end; it ends as ``interrupted``. Returns at once.
 
-        Where it has ended meanwhile, nothing happens.
+        Nothing happens if it has already ended.
         """
 
     def poll(self, timeout_s: float) -> list[ClusterEvent]:
-        """What has happened since the last call, oldest first; waits up to ``timeout_s`` where nothing has."""
+        """Return the events since the last call, oldest first; wait up to ``timeout_s`` if there are none."""
 
     def close(self) -> None:
-        """Kill what still runs. No process is left when this returns. Idempotent."""
+        """Kill running executors. No process is left when this returns. Idempotent."""

@@ -1,4 +1,4 @@
-"""A kind of cluster that an installed package brings, checked: what it does wrong is said by name."""
+"""Checks a cluster type of an installed package, so that error messages name the package at fault."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ _NOTHING = object()
 
 
 class CheckedCluster:
-    """``cluster`` with its errors named, and with its events made sure of.
+    """A wrapper around ``cluster`` that names its errors and checks its events.
 
     Args:
-        cluster: What a package's function returned.
+        cluster: The object that a package's function returned.
 
     Raises:
-        UnsupportedError: It is no cluster, or its ``nodes`` are none. Every method raises it where the cluster raises
-            an error that is none of ALTO's, or breaks what `Cluster` says.
+        UnsupportedError: The object is no cluster, or its ``nodes`` are invalid. Every method raises it if the cluster
+            raises an error that is not ALTO's, or violates the contract of `Cluster`.
     """
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._name = type(cluster).__name__
         self._attempts: dict[str, int] = {}
-        """By task whose executor runs: its attempt."""
+        """Attempt of each task whose executor runs."""
         missing = [member for member in _MEMBERS if inspect.getattr_static(cluster, member, _NOTHING) is _NOTHING]
         if missing:
             raise UnsupportedError(
@@ -46,7 +46,7 @@ class CheckedCluster:
 
     @property
     def nodes(self) -> Sequence[Node]:
-        """The machines as they are now."""
+        """The machines, as of now."""
         with self._naming_errors("nodes"):
             nodes = self._cluster.nodes
         if not isinstance(nodes, Sequence) or not all(isinstance(node, Node) for node in nodes):
@@ -55,7 +55,7 @@ class CheckedCluster:
 
     @property
     def has_gpus(self) -> bool:
-        """False where CPU slots stand for GPUs."""
+        """False if CPU slots take the place of GPUs."""
         with self._naming_errors("has_gpus"):
             return self._cluster.has_gpus
 
@@ -71,7 +71,7 @@ class CheckedCluster:
             self._cluster.stop(task)
 
     def poll(self, timeout_s: float) -> list[ClusterEvent]:
-        """What has happened since the last call, of executors that run alone."""
+        """Return the events since the last call, after checking that each belongs to a running executor."""
         with self._naming_errors("poll"):
             events = self._cluster.poll(timeout_s)
         if not isinstance(events, list):
@@ -81,7 +81,7 @@ class CheckedCluster:
         return events
 
     def close(self) -> None:
-        """Kill what still runs."""
+        """Kill running executors."""
         with self._naming_errors("close"):
             self._cluster.close()
 

@@ -1,4 +1,4 @@
-"""The cluster a user names."""
+"""Opens the cluster that the user names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from alto.spec.registry import Registry
 __all__ = ["CLUSTERS", "OpenCluster", "open_cluster"]
 
 OpenCluster: TypeAlias = Callable[[str, int | None], Cluster]
-"""Opens a cluster, given what the user wrote and the most GPUs to use (None: all there are)."""
+"""Opens a cluster, given its address and the maximum number of GPUs to use (None: all)."""
 
 
 def _local(address: str, total_gpus: int | None) -> Cluster:
@@ -42,20 +42,20 @@ CLUSTERS: Registry[OpenCluster] = Registry(
     own={"local": _local, "auto": _ray, "ray": _ray},
     check=_checked,
 )
-"""Kinds of clusters by name: the part before ``://``, or the whole address without one."""
+"""Cluster types by name: the part of the address before ``://``, or the whole address without ``://``."""
 
 
 def open_cluster(address: str, *, total_gpus: int | None) -> Cluster:
     """Open the cluster at ``address``.
 
     Args:
-        address: ``local``; ``auto`` or ``ray://HOST:PORT`` for a Ray cluster; ``NAME`` or ``NAME://…`` for a kind that
-            an installed package registers as an entry point ``NAME`` of ``alto.clusters``.
-        total_gpus: How many GPUs to use at most; None for all there are.
+        address: ``local``; ``auto`` or ``ray://HOST:PORT`` for a Ray cluster; ``NAME`` or ``NAME://…`` for a cluster
+            type that an installed package registers as an entry point ``NAME`` of ``alto.clusters``.
+        total_gpus: Maximum number of GPUs to use; None for all.
 
     Raises:
-        SpecError: There is no such kind of cluster, or it has fewer GPUs.
-        UnsupportedError: Ray is not installed; or what a package registers cannot be used, or opens no cluster.
+        SpecError: There is no such cluster type, or the cluster has fewer GPUs.
+        UnsupportedError: Ray is not installed; or a package's entry point cannot be used, or opens no cluster.
     """
     if address == "ray":
         raise SpecError("cluster: expected auto or ray://HOST:PORT for a Ray cluster, found 'ray'; add its address")

@@ -1,6 +1,6 @@
-"""Locks of this machine's GPUs between the processes of this user: a lock file for each GPU.
+"""Locks of this machine's GPUs between the processes of this user, with one lock file per GPU.
 
-The kernel releases a lock when its process ends, in any way. CPU slots have none: they are shares of cores, which
+The kernel releases a lock when its process ends, in any way. CPU slots have no locks: they are shares of cores, which
 several processes may use at a time.
 """
 
@@ -17,18 +17,18 @@ from alto.spec.cache_home import cache_home
 __all__ = ["DeviceLocks"]
 
 TIMEOUT_S = 1.0
-"""A process that tests whether a lock is free holds it for an instant, so taking it is retried for this long."""
+"""Retry time for a lock: a process that only tests whether it is free holds it for an instant."""
 
 
 class DeviceLocks:
     """Locks of GPUs, held until :meth:`release`.
 
     Args:
-        names: Of the GPUs, the same in every process that may want them: UUIDs.
-        folder: Where the lock files are; None takes ``locks/`` in ALTO's cache (``$ALTO_CACHE``).
+        names: UUIDs of the GPUs, which are the same in every process.
+        folder: Folder of the lock files; None takes ``locks/`` in ALTO's cache (``$ALTO_CACHE``).
 
     Raises:
-        DeviceBusyError: Another process has one of them; none is held then.
+        DeviceBusyError: Another process holds one of the GPUs; this one then holds none.
         RunWriteError: A lock file cannot be written.
     """
 

@@ -1,4 +1,4 @@
-"""Carries out a queue's actions on a cluster, reports the cluster's events to the queue, and journals both. It has no
+"""Carries out a queue's actions on a cluster, reports the cluster's events to the queue, and journals both. Has no
 thread of its own."""
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ _STANDS = (
 
 
 class Dispatcher:
-    """The tasks of one controller, from their submission to their ends. Used by one thread at a time.
+    """Handles the tasks of one controller from submission to end. Used by one thread at a time.
 
     Args:
         cluster: Starts and watches executors.
         queue: Made for the cluster's nodes; nothing has been submitted to it yet.
-        journal: Of what happens to the tasks.
-        show: Shown every entry of the journals of the tasks' runs, in a `TaskRelayed`.
+        journal: Records the events of the tasks.
+        show: Called with every journal entry of the tasks' runs, wrapped in a `TaskRelayed`.
         clock: In seconds; never runs backwards.
     """
 
@@ -91,7 +91,7 @@ class Dispatcher:
     # -- commands --------------------------------------------------------------------------------------------------
 
     def begin(self, submissions: Sequence[Submission]) -> None:
-        """Add tasks that the journal has already, in one plan.
+        """Add tasks that the journal already has, in one plan.
 
         Raises:
             SpecError: A name is taken, or the cluster can never provide a task's GPUs; then no task is added.
@@ -102,7 +102,7 @@ class Dispatcher:
         """Add a new task and journal it; ``command`` is the id of the command that submits it.
 
         Raises:
-            SpecError: As of :meth:`begin`.
+            SpecError: See :meth:`begin`.
             QueueCommandError: The queue is being drained.
         """
         self.check(submission)
@@ -124,7 +124,7 @@ class Dispatcher:
         self._queue.check(Submitted(time_s=now_s, demand=submission.demand(now_s)))
 
     def run_of(self, task: str) -> TaskRun:
-        """The run of a task that has not ended.
+        """Return the run of a task that has not ended.
 
         Raises:
             QueueCommandError: There is no such task, or it has ended.
@@ -133,7 +133,7 @@ class Dispatcher:
         return self._runs[task]
 
     def cancel(self, task: str, command: str = "") -> TaskState:
-        """Cancel a task: remove it from the queue, or let its executor save and end; returns its new state.
+        """Cancel a task: remove it from the queue, or let its executor save and end; return its new state.
 
         Raises:
             QueueCommandError: There is no such task, or it has ended.
@@ -148,10 +148,10 @@ class Dispatcher:
         return found.state
 
     def prioritise(self, priorities: Mapping[str, int]) -> None:
-        """Change the priorities of tasks that wait; the others stay as they are.
+        """Change the priorities of waiting tasks; other tasks stay the same.
 
         Raises:
-            QueueCommandError: It starts no more tasks.
+            QueueCommandError: The queue is being drained.
         """
         self._check_open()
         now_s = self._now_s()
@@ -179,11 +179,11 @@ class Dispatcher:
 
     @property
     def is_drained(self) -> bool:
-        """Whether all executors have saved and ended after a drain, and this is journalled."""
+        """Whether all executors have saved and ended after a drain, and the journal records it."""
         return self._is_drained
 
     def status(self) -> ControllerStatus:
-        """Everything as it is now."""
+        """Return the current status."""
         return ControllerStatus(
             nodes=tuple(self._cluster.nodes),
             tasks=MappingProxyType({name: self._status_of(task) for name, task in self._queue.tasks.items()}),
@@ -191,7 +191,7 @@ class Dispatcher:
         )
 
     def turn(self, most_s: float) -> None:
-        """Handle the cluster's events; waits up to ``most_s`` for one.
+        """Handle the cluster's events; wait up to ``most_s`` for one.
 
         Raises:
             RunWriteError, RunBusyError: The journal cannot be written.
@@ -201,7 +201,7 @@ class Dispatcher:
             raise self._broken_by
         wake_s = None if self._is_draining else self._queue.next_wake_s
         wait_s = most_s if wake_s is None else min(most_s, max(0.0, wake_s - self._now_s()))
-        # All at once, so that nothing is started on a GPU whose loss is further down in the list.
+        # Apply all events at once, so that nothing is started on a GPU whose loss is reported by a later event.
         news = [found for event in self._cluster.poll(wait_s) if (found := self._handle(event)) is not None]
         if self._is_draining:  # not reported to the queue, so that it starts no other executors
             self._end_drain()
@@ -214,7 +214,7 @@ class Dispatcher:
     # -- from the cluster to the queue -----------------------------------------------------------------------------
 
     def _handle(self, event: ClusterEvent) -> QueueEvent | None:
-        """Journal ``event``; returns the queue's event for it."""
+        """Journal ``event``; return the queue's event for it."""
         match event:
             case EntryWritten():
                 return self._handle_entry(event)
@@ -264,7 +264,7 @@ class Dispatcher:
         return None
 
     def _expected_s(self, attempt: RunningAttempt, elapsed_s: float) -> float:
-        """Estimated seconds of an attempt from the beginning of its training; beside others as the queue expects it."""
+        """Return the estimated seconds of an attempt's training; in a shared executor, the queue's estimate."""
         task = attempt.launch.task
         executor = attempt.launch.executor
         if not any(
@@ -280,7 +280,7 @@ class Dispatcher:
         del self._running[ended.task]
         run = self._runs[ended.task]
         if ended.outcome is not Outcome.FINISHED and has_result(RunDir(Path(run.run_dir))):
-            # A task that has its result is finished, even if its executor failed afterwards.
+            # A task that has its result is finished, even if its executor fails afterwards.
             reason = f"Ended after its result was complete: {ended.reason}"
             ended = replace(ended, outcome=Outcome.FINISHED, reason=reason)
         self._ended[ended.task] = ended
@@ -322,7 +322,7 @@ class Dispatcher:
 
     @contextlib.contextmanager
     def _breaking(self) -> Iterator[None]:
-        """An error inside leaves queue, journal and cluster inconsistent, so the dispatcher cannot continue."""
+        """Mark the dispatcher as broken after an error inside, which leaves queue, journal and cluster inconsistent."""
         try:
             yield
         except Exception as error:
@@ -398,7 +398,7 @@ class Dispatcher:
     def _status_of(self, task: QueuedTask) -> TaskStatus:
         attempt, ended = self._running.get(task.name), self._ended.get(task.name)
         state = task.state
-        if self._is_draining and attempt is None and task.has_gpus:  # its end was not reported to the queue
+        if self._is_draining and attempt is None and task.has_gpus:  # the queue does not know that it ended
             state = _state_after_drain(state, ended)
         return TaskStatus(
             task=task.name,
@@ -432,7 +432,7 @@ def _state_after_drain(state: TaskState, ended: ExecutorEnded | None) -> TaskSta
 
 
 def _is_valid(offer: journaled.GpusOffered) -> bool:
-    """Whether an offer has at least one GPU, and durations within bounds."""
+    """Return whether an offer has at least one GPU, and durations within bounds."""
     seconds = (offer.duration_s, offer.data_parallel_duration_s)
     return offer.num_gpus >= 1 and all(is_number(found, least=0, most=MAX_DURATION_S) for found in seconds)
 

@@ -1,4 +1,4 @@
-"""Checks of a launch that every cluster makes."""
+"""Checks of launches for all clusters."""
 
 from __future__ import annotations
 
@@ -11,15 +11,10 @@ __all__ = ["check_launch"]
 
 
 def check_launch(launch: Launch, nodes: Iterable[Node], running: Iterable[Launch]) -> None:
-    """Refuse an invalid launch.
+    """Raise ValueError if the task already runs, or a GPU of the launch is taken or is not on one of ``nodes``.
 
     Args:
-        launch: The launch.
-        nodes: Nodes of the cluster.
         running: Launches of running executors.
-
-    Raises:
-        ValueError: The task runs already, or a GPU is taken or is not on one of ``nodes``.
     """
     taken: set[Gpu] = set()
     for other in running:

@@ -1,4 +1,4 @@
-"""The GPUs of this machine, or slots of its CPU, and the processes that work on them."""
+"""The GPUs or CPU slots of this machine, and the processes that work on them."""
 
 from __future__ import annotations
 
@@ -23,23 +23,26 @@ NODE = "local"
 
 
 class LocalCluster:
-    """Executors on this machine: processes on GPUs of their own, each for one task or for several that share it.
+    """Executors on this machine: processes with their own GPUs, each for one task or for several that share it.
 
-    On a machine without GPUs, slots of its CPU stand for them: a task that has n of m slots sees no CUDA and takes
-    n/m of the cores, at least one. On GPUs, tasks share the cores in the same way.
+    On a machine without GPUs, CPU slots take their place: a task that has n of m slots sees no CUDA device and uses n/m
+    of the cores, at least one. With GPUs, tasks share the cores in the same way.
 
-    A process whose tasks have ended is kept for a while: its base model is loaded. It ends when others need its GPUs.
+    A process whose tasks have ended is kept for a while because its base model is loaded. It ends when others need its
+    GPUs.
 
-    Its GPUs are locked until it is closed, so that no other controller of this user takes them; CPU slots are not.
+    The GPUs are locked until the cluster is closed, so that no other controller of this user takes them. CPU slots are
+    not locked.
 
     Args:
-        total_gpus: How many GPUs to use, the first ones; None uses all. On a machine without, how many slots its CPU
-            has; None makes it one.
-        heartbeat_timeout_s: An executor that has written into its journal and then shows no sign of life for so long is
-            killed and ends as ``lost``. Signs are journal lines, and checks of its training loop whether to stop.
+        total_gpus: Number of GPUs to use, starting with the first; None uses all. On a machine without GPUs, the number
+            of its CPU slots; None means one.
+        heartbeat_timeout_s: An executor that has written into its journal and then shows no sign of life for this long
+            is killed and ends as ``lost``. Signs of life are journal lines, and checks of its training loop whether to
+            stop.
         start_timeout_s: The same before its first journal line, while it loads the model and reads the data.
-        drain_timeout_s: An executor that was asked to stop, or whose controller has died, is killed after so long.
-        idle_timeout_s: A process without a task ends after so long.
+        drain_timeout_s: An executor that was asked to stop, or whose controller has died, is killed after this long.
+        idle_timeout_s: A process without a task is ended after this long.
 
     Raises:
         DeviceBusyError: Another controller uses one of the GPUs; the message names the GPU and the process.
@@ -75,24 +78,24 @@ class LocalCluster:
 
     @property
     def has_gpus(self) -> bool:
-        """False where slots of the CPU stand for GPUs."""
+        """False if CPU slots take the place of GPUs."""
         return bool(self._devices)
 
     def start(self, launch: Launch) -> None:
-        """Have a process work on a run: the one of its executor, an idle one that fits, or a new one."""
+        """Let a process work on a run: the process of its executor, an idle process that fits, or a new one."""
         check_launch(launch, self.nodes, self._machine.launches)
         self._machine.start(launch, self._shape(launch))
 
     def stop(self, task: str) -> None:
-        """Let a running executor save and end; it is killed if that takes too long."""
+        """Let a running executor save and end; kill it if that takes too long."""
         self._machine.stop(task)
 
     def poll(self, timeout_s: float) -> list[ClusterEvent]:
-        """What has happened since the last call, oldest first of every task."""
+        """Return the events since the last call, in order for each task."""
         return self._machine.poll(timeout_s)
 
     def close(self) -> None:
-        """Kill what still runs, then release the GPUs."""
+        """Kill running executors, then release the GPUs."""
         self._machine.close()
         self._locks.release()
 
@@ -105,7 +108,7 @@ class LocalCluster:
 
 
 def _visible_devices() -> tuple[str, ...]:
-    """The GPUs that this process may use, as CUDA names them: indices or UUIDs."""
+    """Return the GPUs that this process may use, under their names in CUDA: indices or UUIDs."""
     count = torch.cuda.device_count()
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [name.strip() for name in chosen.split(",")] if chosen is not None else [str(i) for i in range(count)]
@@ -113,9 +116,10 @@ def _visible_devices() -> tuple[str, ...]:
 
 
 def _lock_name(index: int, name: str) -> str:
-    """What the GPU with this number, called ``name`` in CUDA_VISIBLE_DEVICES, is called in every process.
+    """Return a name of GPU ``index`` that is the same in every process: its UUID.
 
-    A part of a GPU (MIG) has a UUID of its own there, which CUDA does not report."""
+    A MIG instance has its own UUID in CUDA_VISIBLE_DEVICES (``name``), which CUDA does not report.
+    """
     return name if name.startswith("MIG-") else f"{torch.cuda.get_device_properties(index).uuid}"
 
 
@@ -128,7 +132,7 @@ def _num_gpus(asked: int | None, found: int) -> int:
 
 
 def _num_cores() -> int:
-    """Cores that this process may use; no more than ``OMP_NUM_THREADS`` says, where the user has set it."""
+    """Return the number of cores that this process may use, at most ``OMP_NUM_THREADS`` if the user has set it."""
     found = len(os.sched_getaffinity(0))
-    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # further numbers are of nested regions
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # further numbers are for nested regions
     return min(found, int(asked)) if asked.isdecimal() and int(asked) > 0 else found

@@ -1,4 +1,4 @@
-"""The executors on this machine: started, watched and ended."""
+"""Starts, watches and ends the executors on this machine."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ WATCH_INTERVAL_S = 0.05
 
 
 class Machine:
-    """Runs that are worked on here, each by a process of its own or together with others.
+    """Runs in progress on this machine, each in its own process or together with others.
 
     Args:
         timeouts: Timeouts of executors, in seconds.
-        idle_timeout_s: A process without a run is ended after so long.
+        idle_timeout_s: Seconds after which a process without a run is ended.
     """
 
     def __init__(self, timeouts: Timeouts, *, idle_timeout_s: float) -> None:
@@ -37,11 +37,11 @@ class Machine:
         return [executor.launch for executor, _ in self._executors.values()]
 
     def start(self, launch: Launch, shape: ProcessShape) -> None:
-        """Have a process work on a run: the one of its executor, an idle one that fits, or a new one.
+        """Let a process work on a run: the process of its executor, an idle process that fits, or a new one.
 
         Args:
-            launch: The run; where no process can work on it, the next :meth:`poll` reports its end.
-            shape: What the process needs to have.
+            launch: The run; if no process can work on it, the next :meth:`poll` reports its end.
+            shape: Resources that the process must have.
         """
         try:
             self._executors[launch.task] = LocalExecutor(launch, self._pool.find(launch, shape), self._timeouts), shape
@@ -58,16 +58,16 @@ class Machine:
             )
 
     def stop(self, task: str) -> None:
-        """Let a run be saved and end; it is killed if that takes too long."""
+        """Let a run save and end; kill its process if that takes too long."""
         if task in self._executors:
             self._executors[task][0].ask_to_stop()
 
     def poll(self, timeout_s: float) -> list[ClusterEvent]:
-        """What has happened since the last call, oldest first of every task; waits up to ``timeout_s`` for it."""
+        """Return the events since the last call, in order for each task; wait up to ``timeout_s`` for some."""
         gives_up_at = time.monotonic() + timeout_s
         while True:
             self._watch()
-            # Of a process that has ended since, all runs end in one answer: none of them can be joined any more.
+            # If a process has meanwhile ended, report the end of all its runs together, as no run can join it any more.
             while self._events and any(executor.process.has_ended() for executor, _ in self._executors.values()):
                 self._watch()
             self._pool.end_idle()
@@ -80,13 +80,13 @@ class Machine:
         for task, (executor, shape) in list(self._executors.items()):
             new = executor.watch()
             if executor.was_ignored:
-                with contextlib.suppress(OSError):  # then its end is reported
+                with contextlib.suppress(OSError):  # the next watch reports its end
                     executor.move(partial(self._pool.find, executor.launch, shape))
             self._events += new
             if new and isinstance(new[-1], ExecutorEnded):
                 del self._executors[task]
 
     def close(self) -> None:
-        """Kill what still runs; no process is left when this returns. Idempotent."""
+        """Kill running executors; no process is left when this returns. Idempotent."""
         self._pool.close()
         self._executors = {}

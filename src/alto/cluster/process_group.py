@@ -1,4 +1,4 @@
-"""The processes of one executor: a session, whose first process a zygote forks."""
+"""The processes of one executor: a session whose first process a zygote forks."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["ProcessGroup"]
 
 
 class ProcessGroup:
-    """A session of its own for a Python module; whatever its processes start belongs to it too.
+    """A separate session for a Python module; all processes started in it belong to it too.
 
     Args:
         zygote: Forks the first process.
-        module: Whose ``main()`` is run. `HELD_SIGNALS` are blocked until it unblocks them.
-        args: As on a command line.
+        module: Module whose ``main()`` is run. `HELD_SIGNALS` are blocked until it unblocks them.
+        args: Command-line arguments.
         env: Added to this process's environment.
-        uses: As of :meth:`Zygote.fork`.
+        uses: See :meth:`Zygote.fork`.
 
     Raises:
         OSError: The zygote cannot be started.
@@ -38,14 +38,14 @@ class ProcessGroup:
         self._has_ended = False
 
     def has_ended(self) -> bool:
-        """Whether no process of it lives; where the first has died, the others are killed."""
+        """Return whether none of its processes lives; if the first has died, kill the others."""
         if self._has_ended:
             return True
         self._zygote.poll()
         if not self._first.has_exited:
             self._signal()
             return False
-        # Not reaped yet, it keeps its process id, so that no other session can have the same id.
+        # Until it is reaped, it keeps its process id, so that no other session can have the same id.
         if self._first.pid is not None and not kill_session(self._first.pid):
             return False
         if not self._is_reaping:
@@ -56,22 +56,22 @@ class ProcessGroup:
 
     @property
     def exit_code(self) -> int | None:
-        """Of its first process, negative for a signal; None where it is not known."""
+        """Exit code of the first process, negative for a signal; None if unknown."""
         assert self._has_ended, "it runs"
         return self._first.exit_code
 
     @property
     def why_not_started(self) -> str:
-        """Why it could not be started; empty where it was."""
+        """Why it could not be started; empty if it was."""
         return self._first.reason
 
     def ask_to_stop(self) -> None:
-        """SIGTERM to the first process only, once it is forked: until it has saved, it needs those that it started."""
+        """Send SIGTERM to the first process only, once it is forked; until it has saved, it needs the others."""
         self._is_to_stop = True
         self._signal()
 
     def kill(self) -> None:
-        """SIGKILL to all of its processes, once they are forked; :meth:`has_ended` returns whether they are gone."""
+        """Send SIGKILL to all processes, once they are forked; :meth:`has_ended` returns whether they are gone."""
         self._is_to_die = True
         self._signal()
 
@@ -82,5 +82,5 @@ class ProcessGroup:
             kill_session(self._first.pid)
         elif self._is_to_stop:
             self._is_to_stop = False
-            with contextlib.suppress(ProcessLookupError):  # its zygote has died and does not keep its number
+            with contextlib.suppress(ProcessLookupError):  # its zygote has died and no longer reserves its process id
                 os.kill(self._first.pid, signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""The processes of a machine: which of them works on a run."""
+"""The processes of a machine; chooses which of them works on a run."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ WATCH_INTERVAL_S = 0.01
 
 
 class ProcessPool:
-    """Processes that work on runs, and idle ones that could.
+    """Processes that work on runs, and idle ones that can be reused.
 
     Args:
-        drain_timeout_s: For saving, once this process has died.
-        idle_timeout_s: An idle process is ended after so long.
+        drain_timeout_s: Seconds that processes have to save after this process has died.
+        idle_timeout_s: Seconds after which an idle process is ended.
     """
 
     def __init__(self, *, drain_timeout_s: float, idle_timeout_s: float) -> None:
@@ -29,14 +29,14 @@ class ProcessPool:
         self._idle_since: dict[ExecutorProcess, float] = {}
 
     def find(self, launch: Launch, shape: ProcessShape) -> ExecutorProcess:
-        """The process for a run; idle ones that hold its GPUs and cannot work on it are ended.
+        """Return the process for a run; end idle processes that hold its GPUs and cannot work on it.
 
         Args:
-            launch: The run; its GPUs are free, or its executor's.
-            shape: What the process needs to have.
+            launch: The run; its GPUs are free, or belong to its executor.
+            shape: Resources that the process must have.
 
         Raises:
-            OSError: It cannot be started.
+            OSError: The process cannot be started, or the executor's process is ending.
         """
         process = self._of_executor(launch) or self._idle(launch, shape)
         for other in [other for other in self._gpus if other is not process and not other.executors]:
@@ -48,7 +48,7 @@ class ProcessPool:
         return process
 
     def end_idle(self) -> None:
-        """End the processes that have had nothing to do for too long, and those that can do nothing more."""
+        """End the processes that have been idle for too long, and those that cannot be reused."""
         now = time.monotonic()
         for process in [process for process in self._gpus if not process.executors]:
             since = self._idle_since.setdefault(process, now)
@@ -56,14 +56,14 @@ class ProcessPool:
                 self._end(process)
 
     def close(self) -> None:
-        """Kill all; none is left when this returns."""
+        """Kill all processes; none is left when this returns."""
         for process in self._gpus:
             process.kill()
         for process in list(self._gpus):
             self._end(process)
 
     def _of_executor(self, launch: Launch) -> ExecutorProcess | None:
-        """The process that works on other runs of the same executor."""
+        """Return the process that works on other runs of the same executor."""
         for process in self._gpus if launch.executor else ():
             of_it = any(found.launch.executor == launch.executor for found in process.executors)
             if of_it and not process.has_ended():
@@ -73,7 +73,7 @@ class ProcessPool:
         return None
 
     def _idle(self, launch: Launch, shape: ProcessShape) -> ExecutorProcess | None:
-        """An idle process that has the base model of a run. Slots of the CPU are alike: it may be of another slot."""
+        """Return an idle process that holds the base model of a run. CPU slots are alike, so its slots may differ."""
         if launch.num_ranks > 1 or launch.trust_remote_code:
             return None
         for process in self._gpus:
@@ -83,7 +83,7 @@ class ProcessPool:
         return None
 
     def _end(self, process: ExecutorProcess) -> None:
-        """Kill a process, and wait until nothing is left of it: its memory is needed."""
+        """Kill a process, and wait until nothing of it is left, because its memory is needed."""
         while not process.kill():
             time.sleep(WATCH_INTERVAL_S)
         process.close()

@@ -1,8 +1,8 @@
-"""The ranks of an executor beside its first: processes that the first one starts, watches and ends.
+"""The ranks of an executor after the first: processes that the first rank starts, watches and ends.
 
-The first is ``alto.cluster.worker``; it forks each other before it has touched a GPU, in its own session. One that dies
-leaves the others waiting for it in the middle of a micro-batch, so the executor ends, within `GRACE_S` of that; one
-that hangs lets the heartbeat of the first stop, which the cluster sees.
+The first rank is ``alto.cluster.worker``. It forks the others, in its own session, before it has touched a GPU. A rank
+that dies leaves the others waiting for it in the middle of a micro-batch, so the executor ends within `GRACE_S` of the
+death. A rank that hangs stops the heartbeat of the first rank, which the cluster sees.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from alto.runs import writing
 __all__ = ["GRACE_S", "RankProcesses"]
 
 GRACE_S = 5.0
-"""How long the ranks may take to report the cause of one rank's end: usually they fail with the same error."""
+"""Time for other ranks to report the cause of one rank's end; usually they fail with the same error."""
 
 WATCH_INTERVAL_S = 0.2
 
@@ -40,9 +40,9 @@ class RankProcesses:
     """Ranks 1 to ``size - 1``.
 
     Args:
-        attempt: Folder of the attempt, for logs and ends.
-        entry: That each of them calls, as of :class:`alto.cluster.Launch`.
-        on_death: Is called, on a thread, once a rank has died before its work was done and `GRACE_S` have gone by.
+        attempt: Folder of the attempt, for logs and end reports.
+        entry: Entry that each rank calls; see :class:`alto.cluster.Launch`.
+        on_death: Called on a thread `GRACE_S` after a rank has died before its work was done.
     """
 
     def __init__(self, attempt: AttemptDir, entry: str, size: int, on_death: Callable[[Ending], None]) -> None:
@@ -53,10 +53,10 @@ class RankProcesses:
         self._processes: dict[int, ForkProcess] = {}
 
     def start(self) -> None:
-        """Start them, and watch them from then on.
+        """Start the ranks, and watch them from then on.
 
         Raises:
-            RunWriteError: The log of one cannot be written.
+            RunWriteError: A rank's log cannot be written.
             OSError: The machine cannot start another process.
         """
         for rank in range(1, self._size):
@@ -65,9 +65,10 @@ class RankProcesses:
             threading.Thread(target=self._watch, daemon=True).start()
 
     def verdict(self, own: Ending) -> Ending:
-        """How the executor ended, where its first rank reports ``own``: the end of another rank, if that is the cause.
+        """Return how the executor ended if its first rank reports ``own``: the end of another rank if it is the cause.
 
-        An error that ALTO did not raise may only be that the others have gone; it takes them a moment to be gone.
+        An error that ALTO did not raise may be only a consequence of another rank's death, which can take a moment to
+        show.
         """
         if not self._processes or own.outcome is not Outcome.LOST or error_class(own.error) is not None:
             return own
@@ -94,7 +95,7 @@ class RankProcesses:
         self._on_death(_best_explained(self._deaths()))
 
     def _deaths(self) -> list[Ending]:
-        """How the ranks ended that did not end well, by rank."""
+        """Return the ends of the ranks that failed, in order of rank."""
         codes = {rank: process.exitcode for rank, process in self._processes.items()}
         return [self._ending(rank, code) for rank, code in codes.items() if code]
 
@@ -109,28 +110,28 @@ class RankProcesses:
 
 
 def _is_cause(death: Ending) -> bool:
-    """Whether it is a cause and not a consequence: an error of ALTO's, or a death without a reported end."""
+    """Return whether a death is a cause, not a consequence: an error of ALTO, or a death without an end report."""
     return not death.error or error_class(death.error) is not None
 
 
 def _best_explained(deaths: list[Ending]) -> Ending:
-    """The end that most likely caused the others."""
+    """Return the end that most likely caused the others."""
     return min(deaths, key=lambda death: (not _is_cause(death), not death.error))
 
 
 def _work_as(rank: int, attempt: AttemptDir, entry: str, first: int, log: int) -> NoReturn:
-    """Work as one rank; ends this process.
+    """Work as one rank, then end this process.
 
     Args:
-        first: The process of the first rank.
-        log: Descriptor of the file that it prints into.
+        first: Process id of the first rank.
+        log: File descriptor of the rank's log.
     """
     Path("/proc/self/comm").write_text(f"alto-rank-{rank}")
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     for number in HELD_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # only the first rank is stopped; it stops the others
+        signal.signal(number, signal.SIG_IGN)  # only the first rank gets stop signals; it stops the others
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)
     threading.Thread(target=_die_with, args=(first,), daemon=True).start()
     ending = run_entry(entry, str(attempt.run_dir), lambda: False)

@@ -1,4 +1,4 @@
-"""Nodes of a Ray cluster for the queue: names, slots, and changes. Reads Ray's node table, and does not import Ray."""
+"""Nodes of a Ray cluster for the queue: names, slots, and changes. Reads Ray's node table without importing Ray."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from alto.records import Gpu, Node
 __all__ = ["RayNodes", "slot_resource"]
 
 Table = Sequence[Mapping[str, Any]]
-"""What ``ray.nodes()`` returns."""
+"""The return type of ``ray.nodes()``."""
 
 
 def slot_resource(table: Table) -> str:
-    """What a slot is in this cluster: ``GPU``, or ``CPU`` where no node has a GPU."""
+    """Return the resource that a slot of this cluster is: ``GPU``, or ``CPU`` if no node has a GPU."""
     return "GPU" if any(_num_slots(row, "GPU") for row in table) else "CPU"
 
 
 class RayNodes:
-    """The nodes that take part.
+    """The nodes of a Ray cluster that are used.
 
-    Ray counts the GPUs of a node and numbers them itself when it assigns some; the numbers here only count.
+    Ray numbers the GPUs of a node itself when it assigns them; the GPU numbers here only count slots.
 
     Args:
-        resource: As :func:`slot_resource` says.
-        total_gpus: How many slots to use at most; None for all there are.
+        resource: Returned by :func:`slot_resource`.
+        total_gpus: Maximum number of slots to use; None for all.
     """
 
     def __init__(self, resource: str, total_gpus: int | None) -> None:
@@ -44,15 +44,15 @@ class RayNodes:
         return sum(len(node.gpus) for node in self.nodes)
 
     def id_of(self, name: str) -> str | None:
-        """Ray's id of a node that is there; None for another."""
+        """Return Ray's id of the node ``name``; None if the cluster does not have it."""
         return next((ray_id for ray_id, node in self._nodes.items() if node.name == name), None)
 
     def num_slots(self, name: str) -> int:
-        """All slots of a node, used here or not."""
+        """Return the number of all slots of a node, including those not used here."""
         return self._num_slots[name]
 
     def update(self, table: Table) -> list[GpuGone | GpuCame]:
-        """Update from Ray's node table; returns the changes, losses first."""
+        """Update the nodes from Ray's node table; return the changes, losses first."""
         slots = {row["NodeID"]: _num_slots(row, self._resource) for row in table}
         gone = [ray_id for ray_id in self._nodes if not slots.get(ray_id)]
         lost = [gpu for ray_id in gone for gpu in _gpus(self._nodes.pop(ray_id))]
@@ -76,7 +76,7 @@ def _num_slots(row: Mapping[str, Any], resource: str) -> int:
 
 
 def _name(row: Mapping[str, Any]) -> str:
-    # Several nodes may share a host, and a node that comes back is another to Ray.
+    # Several nodes may share a host, and Ray gives a node that comes back a new id.
     return f"{row['NodeManagerHostname']}-{row['NodeID'][:8]}"
 
 

@@ -1,4 +1,4 @@
-"""An attempt at a task while it runs, as the controller follows it."""
+"""A running attempt at a task, with the data that the controller keeps about it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["RunningAttempt"]
 
 @dataclass(slots=True, kw_only=True)
 class RunningAttempt:
-    """A running executor and its measured pace.
+    """A running executor and its measured speed.
 
     Attributes:
-        far: Progress of the run on disk when it was started.
-        start_s: Seconds until it began to train.
-        began_at: When it began to train; None before.
+        far: Progress of the run on disk when the executor was started.
+        start_s: Seconds from the launch until it began to train.
+        began_at: Time when it began to train; None before.
     """
 
     launch: Launch

@@ -18,15 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """The arguments of :func:`alto.scheduler.schedule_tasks`.
-
-    Attributes:
-        problem: The scheduling problem.
-        method: Scheduling method.
-        time_limit_s: Time limit of the solver, in seconds.
-        hint: An earlier schedule; None without one.
-        gap: Accepted relative gap.
-    """
+    """The arguments of :func:`alto.scheduler.schedule_tasks`."""
 
     problem: SchedulingProblem
     method: str
@@ -40,9 +32,8 @@ class Answer:
     """The schedule; or class and message of the ALTO error that was raised.
 
     Attributes:
-        schedule: The schedule; None after an error.
-        error: Class of the error; empty without one.
-        message: Message of the error.
+        schedule: None after an error.
+        error: Class of the error; empty if there is none.
     """
 
     schedule: Schedule | None = None

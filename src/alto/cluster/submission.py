@@ -1,4 +1,4 @@
-"""What is submitted to a controller, and the status that it reports."""
+"""The runs that are submitted to a controller, and the status that it reports."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ ONE_SECOND = TaskEstimate(duration_s=1.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskRun:
-    """A run on disk, and what is executed for it.
+    """A run on disk, and how it is executed.
 
     Attributes:
-        task: Its name, unique in the controller.
-        run_dir: Folder of the run, made already; on a cluster, every node sees it at this path.
-        entry: What an executor does, as of :class:`alto.cluster.Launch`.
-        num_gpus: GPUs that it runs on.
-        estimate: What it is expected to take.
-        is_parallel: Whether an executor is a process (rank) for each of its GPUs; else it is one process on all.
-        trust_remote_code: As of :class:`alto.cluster.Launch`.
-        base: Its base model, as of :class:`alto.cluster.Launch`.
+        task: Name of the task, unique in the controller.
+        run_dir: Folder of the run; it exists, and on a cluster every node sees it at this path.
+        entry: Function or class that the executor runs; see :class:`alto.cluster.Launch`.
+        num_gpus: Number of GPUs that it runs on.
+        estimate: Expected duration, and data for sharing an executor.
+        is_parallel: Whether an executor has one process (rank) for each of its GPUs, or else one process for all.
+        trust_remote_code: See :class:`alto.cluster.Launch`.
+        base: Key of its base model; see :class:`alto.cluster.Launch`.
         retry_interrupted: Whether an executor that ended as ``interrupted`` without a request of this controller is
             started again.
-        how_far: Returns the run's progress on disk: numbers that only grow. A lost executor that has made one of them
-            grow does not count as a failure in a row. None: every lost executor counts.
+        how_far: Returns the run's progress on disk as numbers that only grow. A lost executor that has increased one of
+            them resets the count of failures in a row. With None, no executor resets it.
     """
 
     task: str
@@ -49,11 +49,10 @@ class TaskRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
-    """A run to be executed, and for whom.
+    """A run to be executed, with its tenant and priority.
 
     Attributes:
-        run: The run on disk.
-        tenant: Whose quota it counts against; set by the caller.
+        tenant: Tenant whose quota it counts against.
         priority: Higher goes first.
     """
 
@@ -62,7 +61,7 @@ class Submission:
     priority: int = 0
 
     def demand(self, release_s: float) -> TaskDemand:
-        """The scheduler's request for it; ``release_s`` is on the queue's clock."""
+        """Return the scheduler's request for the run; ``release_s`` is on the queue's clock."""
         return TaskDemand(
             task=self.run.task,
             num_gpus=self.run.num_gpus,
@@ -76,22 +75,21 @@ class Submission:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskStatus:
-    """One task as it is now.
+    """The current status of one task.
 
     Attributes:
-        task: Its name.
-        state: Its state in the queue.
-        tenant: Whose quota it counts against.
+        task: Name of the task.
+        state: State in the queue.
+        tenant: Tenant whose quota it counts against.
         priority: Higher goes first.
-        num_gpus: GPUs that it needs.
-        gpus: Its own while it runs; else none.
+        num_gpus: Number of GPUs that it needs.
+        gpus: Its GPUs while it runs; otherwise empty.
         attempt: Number of executors that were started for it.
-        expected_s: Estimated seconds of it, or its next attempt, from start to end.
-        share_done: Of the samples that it is expected to train, the share that it has trained, in [0, 1], as last
-            reported.
-        num_failures: Executors in a row that ended as failures that count.
-        reason: Why it failed last, or was given up.
-        ended: How its latest executor ended; None where none has.
+        expected_s: Estimated seconds of the task, or of its next attempt, from start to end.
+        share_done: Share of its expected training samples that it has trained, in [0, 1], as last reported.
+        num_failures: Number of executors in a row that ended with a failure that counts.
+        reason: Reason of its latest failure.
+        ended: End of its latest executor; None if none has ended.
     """
 
     task: str
@@ -109,18 +107,18 @@ class TaskStatus:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing more will be done for it."""
+        """Whether the task is finished, failed or stopped for good."""
         return self.state in (TaskState.FINISHED, TaskState.FAILED, TaskState.STOPPED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerStatus:
-    """A controller as it is now.
+    """The current status of a controller.
 
     Attributes:
         nodes: The machines and their GPUs.
-        tasks: All that were submitted, by name, in that order.
-        is_draining: Whether running executors were requested to save and end, and no others are started.
+        tasks: All submitted tasks by name, in order of submission.
+        is_draining: Whether running executors were asked to save and end, and no others are started.
     """
 
     nodes: tuple[Node, ...]
@@ -129,5 +127,5 @@ class ControllerStatus:
 
     @property
     def open_tasks(self) -> tuple[str, ...]:
-        """Tasks for which something is still to be done."""
+        """Names of the tasks that have not ended."""
         return tuple(name for name, task in self.tasks.items() if not task.has_ended)

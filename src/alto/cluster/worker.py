@@ -1,8 +1,8 @@
 """The first process of an executor on this machine, and its first rank; forked by a zygote.
 
 It carries out the orders of its cluster (:mod:`alto.cluster.serving`), writes how each run ended, and leaves no process
-behind. SIGTERM makes the work save and end; so does the death of the controller that started it, and then within a
-grace period. An executor of several ranks works on one run.
+behind. SIGTERM makes it save and end. If the controller that started it dies, it saves and ends within a grace period.
+An executor of several ranks works on one run.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ WATCH_INTERVAL_S = 0.2
 
 
 def main() -> None:
-    """Carry out orders; ends this process."""
+    """Carry out orders, then end this process."""
     parser = argparse.ArgumentParser()
     parser.add_argument("orders", type=Path, help="the folder of this process")
     parser.add_argument("--grace-s", type=float, required=True, help="for saving, once the controller has died")
@@ -64,13 +64,13 @@ def main() -> None:
 
 
 def _work_as_first_rank(orders: Orders, request: StopRequest, size: int, outlive: threading.Thread) -> NoReturn:
-    """Work on one run, with other ranks, which are forked before this process has other threads."""
+    """Work on one run together with other ranks, which are forked before this process has other threads."""
     order = _first(orders)
     attempt = order.attempt
     has_ended = threading.Lock()
 
     def end(ending: Ending) -> NoReturn:
-        """The first of the work's end and a rank's death sets how it ended."""
+        """Record how the work ended, and exit. Only the first call counts: the work's end or a rank's death."""
         has_ended.acquire()
         is_written = False
         try:
@@ -126,8 +126,8 @@ def _work(order: WorkOrder, heartbeat: Heartbeat, request: StopRequest) -> Endin
 
 
 def _exit(code: int) -> NoReturn:
-    """End, with every process that was started here. Everything is reported and saved: no library's thread or exit
-    handler may keep the devices."""
+    """End this process and every process that was started here. Everything is reported and saved by now; threads and
+    exit handlers of libraries must not keep the devices."""
     while not kill_session(os.getpid(), spare=os.getpid()):
         time.sleep(0.01)
     remove_rendezvous()
@@ -138,10 +138,11 @@ def _exit(code: int) -> NoReturn:
 
 
 def _outlive(zygote: int, grace_s: float, orders: Path) -> None:
-    """Once the controller is dead, and with it the zygote: stop, and be gone after the grace."""
+    """Wait until the zygote dies, as it does with the controller; then stop, and kill this process after the grace
+    period."""
     while os.getppid() == zygote:
         time.sleep(WATCH_INTERVAL_S)
-    shutil.rmtree(orders, ignore_errors=True)  # nobody reads it any more
+    shutil.rmtree(orders, ignore_errors=True)  # its reader is dead
     main_thread = threading.main_thread().ident
     assert main_thread is not None
     signal.pthread_kill(main_thread, signal.SIGTERM)

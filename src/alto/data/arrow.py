@@ -22,11 +22,11 @@ _REACH_SECONDS = 10.0
 
 
 class HubRows(LazySequence[RawRow]):
-    """Rows of one split of a hub dataset, each converted when it is read; one that cannot be has a fault.
+    """The rows of one split of a hub dataset, each converted when it is read; an unreadable row has a fault.
 
     Attributes:
-        identity: What the rows are: a name of the split, and a digest of its content.
-        num_bytes: Their size in Arrow's memory.
+        identity: Name of the split, and a fingerprint of its content.
+        num_bytes: Size of the rows in Arrow's memory.
     """
 
     def __init__(self, rows: Any, name: str) -> None:
@@ -57,17 +57,17 @@ def _raw_row(read: Callable[[], Mapping[str, Any]], where: str) -> RawRow:
 
 
 def _without_nulls(value: Any) -> Any:
-    """``value`` without keys that hold null: all objects of an Arrow column have the keys of all others."""
+    """Return ``value`` without keys that hold null: Arrow gives every object of a column the keys of all others."""
     if isinstance(value, Mapping):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def parquet_rows(path: Path) -> Iterator[RawRow]:
-    """Rows of one Parquet file, of which a part is in memory at a time.
+    """Yield the rows of one Parquet file; only a part of them is in memory at a time.
 
     Raises:
-        DataFormatError: It is no Parquet file, or has two columns of one name.
+        DataFormatError: The file is not Parquet, or has two columns with the same name.
         UnsupportedError: ``pyarrow`` is not installed.
     """
     try:
@@ -96,15 +96,15 @@ def _values(batch: Any, index: int) -> dict[str, Any]:
 
 
 def load_hub_dataset(name: str, config: str | None, key: str) -> Mapping[str, HubRows]:
-    """All splits of a hub dataset, downloaded where they are not in the cache.
+    """Load all splits of a hub dataset; download it if it is not in the cache.
 
     Args:
         name: ``owner/name``.
-        config: One of its configurations; None where it has one only.
+        config: Configuration of the dataset; None if it has only one.
         key: The task's key that names the dataset, for messages.
 
     Raises:
-        DataFileNotFoundError: The hub has no such dataset, or the user has no access to it.
+        DataFileNotFoundError: The hub has no dataset with this name, or the user has no access to it.
         DataError: The hub cannot be reached, or the configuration is missing or unknown.
         UnsupportedError: ``datasets`` is not installed.
     """
@@ -128,7 +128,7 @@ def load_hub_dataset(name: str, config: str | None, key: str) -> Mapping[str, Hu
 
 
 def _check_hub(name: str, key: str) -> None:
-    """Look the dataset up on the hub once; without a connection, loading it would retry for half a minute."""
+    """Look the dataset up on the hub once: without a connection, loading it would retry for half a minute."""
     import huggingface_hub
     from huggingface_hub.errors import RepositoryNotFoundError
 

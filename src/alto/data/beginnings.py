@@ -1,9 +1,9 @@
 """Finds the texts of all beginnings of a conversation in one rendering of its chat template.
 
-A template that writes message after message writes the first ``n`` of them as a beginning of what it writes of all. The
-template is run with messages that record when each is read, so that exactly those beginnings are taken that a rendering
-of their own would have given; where it looks ahead (``loop.last``, ``messages | length``, a loop over all messages
-before the one that writes), the beginnings that this can change have none.
+If a template writes message after message, its text of the first ``n`` messages is a prefix of its text of all. The
+template is rendered with messages that record when each one is read, so that a beginning is used only if rendering it
+alone would give the same text. A template may look ahead (``loop.last``, ``messages | length``, a loop over all
+messages before the one that writes); beginnings that this can change are marked as unknown.
 """
 
 from __future__ import annotations
@@ -27,17 +27,16 @@ _STATEFUL = frozenset({"cycler", "joiner"})
 
 
 class _UnrecordableError(Exception):
-    """A template, or what it does with messages, of which no beginnings can be told."""
+    """A template for which the texts of beginnings cannot be derived from the whole text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Beginnings:
-    """Texts that a template writes for a conversation and for its beginnings.
+    """The text that a template writes for a conversation, and how to cut the texts of its beginnings from it.
 
     Attributes:
-        text: Text of the whole.
-        starts: Length of the text before each message, and before what follows the last one.
-        is_known: For every number of messages, whether the text of so many follows from this.
+        starts: Offset in the text of each message, and of what follows the last one.
+        is_known: For each number of messages, whether the text of that many messages can be derived.
     """
 
     text: str
@@ -45,7 +44,7 @@ class Beginnings:
     is_known: Sequence[bool]
 
     def of(self, num_turns: int) -> str | None:
-        """Text of the first ``num_turns`` messages; None where it does not follow from that of all."""
+        """Return the text of the first ``num_turns`` messages; None if it cannot be derived from the whole text."""
         if not self.is_known[num_turns]:
             return None
         return self.text[: self.starts[num_turns]] + self.text[self.starts[-1] :]
@@ -54,12 +53,11 @@ class Beginnings:
 def record_beginnings(
     source: str, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]
 ) -> Beginnings | None:
-    """Render the template ``source`` once; None where that tells nothing about beginnings.
+    """Render the template ``source`` once; return None if this says nothing about beginnings.
 
     Args:
-        source: The template.
-        messages: All messages, in JSON values.
-        arguments: Everything else that the template is given.
+        messages: All messages, as JSON values.
+        arguments: All other arguments of the template.
     """
     template = _instrumented(source)
     if template is None:
@@ -72,15 +70,15 @@ def record_beginnings(
             pieces.append(piece)
             record.num_written += len(piece)
         return record.beginnings("".join(pieces))
-    except Exception:  # a template is a program: it may raise anything, and says so again when it is rendered alone
+    except Exception:  # a template is a program and may raise anything; rendering it alone reports the error
         return None
 
 
 class _Record:
-    """Notes where each message begins in the text, and which beginnings of the conversation are read differently.
+    """A record of where each message begins in the text, and of the beginnings that would be rendered differently.
 
     Attributes:
-        num_written: Characters that the template has written so far.
+        num_written: Number of characters that the template has written so far.
     """
 
     def __init__(self, messages: Sequence[Mapping[str, Any]]) -> None:
@@ -93,17 +91,17 @@ class _Record:
         self._changes = [0] * (len(messages) + 2)
 
     def read(self, index: int) -> None:
-        """Note that a message, or that there is one, is read: beginnings that come so far and end before it differ."""
+        """Note a look at message ``index``, which changes beginnings that have the current message but not this one."""
         if self._current < index < len(self.messages):
             self._changes[self._current + 1] += 1
             self._changes[index + 1] -= 1
 
     def read_all(self) -> None:
-        """Note that something is read that is another in every beginning, as their number."""
+        """Note a look at something that differs in every beginning, such as the number of messages."""
         self.read(len(self.messages) - 1)
 
     def iterate(self, turns: object) -> list[Mapping[str, Any]]:
-        """Begin the loop that writes the messages."""
+        """Start the loop that writes the messages."""
         if not isinstance(turns, _Turns):
             raise _UnrecordableError
         self._first = turns.first
@@ -111,18 +109,18 @@ class _Record:
         return self.messages[turns.first :]
 
     def begin(self) -> str:
-        """Begin the next message."""
+        """Start the next message."""
         self._current = len(self._starts)
         self._starts.append(self.num_written)
         return ""
 
     def peek(self, value: object) -> object:
-        """Give back ``value``, which depends on the next message."""
+        """Return ``value``, and note that it depends on the next message."""
         self.read(self._current + 1)
         return value
 
     def end(self) -> str:
-        """End the loop: every beginning comes to what follows."""
+        """End the loop; every beginning continues with the text after it."""
         self._starts.append(self.num_written)
         self._current, self._has_ended = -1, True
         return ""
@@ -136,7 +134,7 @@ class _Record:
 
 
 class _Turns(Sequence[Mapping[str, Any]]):
-    """The messages from ``first`` on; notes what is read."""
+    """The messages from ``first`` on; every access is recorded."""
 
     def __init__(self, record: _Record, first: int = 0) -> None:
         self._record = record
@@ -176,8 +174,9 @@ class _Turns(Sequence[Mapping[str, Any]]):
 
 @lru_cache(maxsize=16)
 def _instrumented(source: str) -> Template | None:
-    """The template ``source`` that calls a :class:`_Record` around the last of its loops; None where it has no such
-    loop, or what follows the loop may depend on what was done in it."""
+    """Return the template ``source`` with calls to a :class:`_Record` around its last loop.
+
+    None if there is no suitable loop, or if the text after the loop may depend on what was done in it."""
     try:
         return _with_calls(source)
     except _UnrecordableError:
@@ -206,13 +205,13 @@ def _with_calls(source: str) -> Template:
 
 
 def _keeps_state(tree: nodes.Template) -> bool:
-    """Whether a message can leave something behind for what follows; names that are set in a loop end with it."""
+    """Return whether a message can change the text after the loop; names that are set in a loop end with it."""
     is_stateful = any(name.name in _STATEFUL for name in tree.find_all(nodes.Name))
     return is_stateful or tree.find(nodes.NSRef) is not None
 
 
 def _reads_own(tree: nodes.Template, after: Sequence[nodes.Node]) -> bool:
-    """Whether ``after`` reads a name that the template has set."""
+    """Return whether ``after`` reads a name that the template sets."""
     own = {name.name for name in tree.find_all(nodes.Name) if name.ctx != "load"}
     own |= {macro.name for macro in tree.find_all(nodes.Macro)}
     read = {name.name for node in after for name in (node, *node.find_all(nodes.Name)) if isinstance(name, nodes.Name)}
@@ -220,18 +219,18 @@ def _reads_own(tree: nodes.Template, after: Sequence[nodes.Node]) -> bool:
 
 
 class _MarkedPeeks(NodeTransformer):
-    """Has the record note each look at the next message through ``loop``."""
+    """A transformer that makes the record note each look at the next message through ``loop``."""
 
     def of_body(self, loop: nodes.For) -> None:
-        """Change the body of ``loop``.
+        """Rewrite the body of ``loop``.
 
         Raises:
-            _UnrecordableError: It uses ``loop`` in a way whose outcome may depend on any later message.
+            _UnrecordableError: The body uses ``loop`` in a way whose result may depend on any later message.
         """
         loop.body = [self.visit(node) for node in loop.body]
 
     def visit_For(self, node: nodes.For) -> nodes.For:  # noqa: N802 (jinja's name)
-        node.iter = self.visit(node.iter)  # in its body the name means the inner loop
+        node.iter = self.visit(node.iter)  # in the body of this inner loop, the name `loop` means the inner loop
         if any(name.name == "loop" for part in (node.test, *node.else_) if part for name in part.find_all(nodes.Name)):
             raise _UnrecordableError
         return node

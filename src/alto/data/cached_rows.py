@@ -1,5 +1,5 @@
-"""The rows of a task: in memory, or, of data that are large or slow to tokenise, their tokens on disk, in the token
-cache."""
+"""Reads the rows of a task into memory; if they are large or slow to tokenise, their tokens are kept on disk, in the
+token cache."""
 
 from __future__ import annotations
 
@@ -31,34 +31,34 @@ from alto.spec.method import find_method, learns_from_pairs
 __all__ = ["LARGE_BYTES", "SLOW_BYTES", "read_task_rows"]
 
 LARGE_BYTES = 256 * 2**20
-"""Size of a task's texts from which ``token_cache: auto`` means ``disk``."""
+"""Size of a task's texts from which ``token_cache: auto`` means ``disk``, in bytes."""
 
 SLOW_BYTES = 4 * 2**20
-"""Size of a task's texts from which ``token_cache: auto`` keeps their tokens on disk, where it can: one core tokenises
-about so much in ten seconds."""
+"""Size of a task's texts from which ``token_cache: auto`` keeps tokens on disk if possible, in bytes: one core
+tokenises about this much in ten seconds."""
 
 _WITHOUT_EFFECT = {"name", "model", "chat_template", "token_cache"}
-"""Keys about data that do not change which rows there are; the chat template belongs to the tokenizer."""
+"""Data keys that do not change which rows there are; the chat template belongs to the tokenizer."""
 
 
 def read_task_rows(task: Task, *, head: HeadStore | None = None) -> ReadRows:
-    """Read and split what ``task`` names; of a mixture every source by itself, with the task's ``validation_split`` and
-    ``test_split`` of each. Rows that are in the token cache already, and have been read without an error, are not read
-    again.
+    """Read and split the rows of ``task``.
+
+    Every source of a mixture is split by itself, with the task's ``validation_split`` and ``test_split``. Rows whose
+    tokens are in the token cache, and that were read without an error, are not read again.
 
     Args:
-        task: The task.
-        head: Takes the first rows of every dataset instead of all, where to tokenise all would take long; not of texts
-            with labels, since the labels are those of all rows.
+        head: Store that takes only the first rows of every dataset, used if tokenising all rows would take long. Not
+            used for labelled texts, since their labels come from all rows.
 
     Raises:
-        BadRowsError: Rows cannot be used, and these are not skipped, or all of a dataset's.
+        BadRowsError: Rows cannot be used and bad rows are not skipped, or no row of a dataset can be used.
         DataError: See :func:`alto.data.source.open_source`, :meth:`TaskSources.read`.
-        RunWriteError: The token cache cannot be written; of a full disk a :class:`DiskFullError`.
+        RunWriteError: The token cache cannot be written; :class:`DiskFullError` if the disk is full.
     """
     sources = TaskSources(task)
     if find_method(task.method).entry.problem_types:
-        return sources.read(MEMORY)  # its labels have no place in the token cache
+        return sources.read(MEMORY)  # the token cache does not store labels of texts
     if head is not None and sources.num_bytes >= SLOW_BYTES:
         return sources.read(head)
     is_auto, num_bytes = task.token_cache == "auto", sources.num_bytes
@@ -79,7 +79,7 @@ def _warn(error: Exception) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reading:
-    """What is kept of rows that could be read without an error."""
+    """Facts that are kept about rows that were read without an error."""
 
     layout: Layout
     max_length: int
@@ -89,14 +89,10 @@ _CODEC = TypeAdapter(_Reading)
 
 
 class _CachedRows:
-    """Rows that are read when they are needed: where no earlier process has read them, or their tokens are not in the
-    cache.
+    """Rows that are read only when needed: if no earlier process has read them, or their tokens are not in the cache.
 
     Args:
-        task: The task.
-        sources: Its datasets.
-        cache: The token cache.
-        needs_disk: Whether neither texts nor tokens may be in memory, so that a cache that cannot be used is an error.
+        needs_disk: Whether texts and tokens must stay out of memory, so that an unusable cache is an error.
     """
 
     labels = None
@@ -122,17 +118,18 @@ class _CachedRows:
 
     @property
     def train(self) -> Sequence[Row]:
-        """Training rows, on disk."""
+        """The training rows; on disk if ``needs_disk``."""
         return self._read().train
 
     @property
     def validation(self) -> Sequence[Row]:
-        """Validation rows, on disk."""
+        """The validation rows; on disk if ``needs_disk``."""
         return self._read().validation
 
     def encode(self, tokenizer: Any, limits: ModelLimits | None = None) -> TaskData:
-        """As :meth:`TaskRows.encode`, with the tokens on disk. Where that fails and they may be in memory, they are
-        there, with a warning.
+        """Tokenise every split as :meth:`TaskRows.encode` does, and keep the tokens on disk.
+
+        If that fails and tokens may be in memory, warn and keep them in memory.
 
         Raises:
             RunWriteError: The token cache cannot be written.
@@ -148,7 +145,7 @@ class _CachedRows:
 
     def _encode(self, tokenizer: Any, limits: ModelLimits | None) -> TaskData:
         limits = limits or ModelLimits()
-        # A template that writes the date gives other tokens tomorrow.
+        # A template that writes the date gives different tokens tomorrow.
         is_dated = "strftime_now" in str(getattr(tokenizer, "chat_template", None))
         date = datetime.date.today().isoformat() if is_dated else None
         of_model = [tokenizer_digest(tokenizer), limits.max_positions, limits.vocab_size, date]
@@ -158,7 +155,7 @@ class _CachedRows:
         )
 
     def _read(self) -> TaskRows:
-        """The rows.
+        """Read the rows, once.
 
         Raises:
             DataError: Their files have changed since they were found.
@@ -179,8 +176,8 @@ def _known(file: Path) -> _Reading | None:
 
 
 def _settings(task: Task) -> dict[str, Any]:
-    """All settings of ``task`` that decide its rows and who may find them, as JSON values."""
+    """Return all settings of ``task`` that decide its rows and who may reuse their tokens, as JSON values."""
     entry = find_method(task.method).entry
     keys = task.model_dump(mode="json", include=set(DataKeys.model_fields) - _WITHOUT_EFFECT)
-    # Tokens of another tenant would show by the time that they save.
+    # A tenant could tell from the time saved that another tenant has the same data, so tenants share no tokens.
     return {**keys, "tenant": task.tenant, "method": [task.method, learns_from_pairs(task.method), entry.is_labelled]}

@@ -1,4 +1,4 @@
-"""The common form of all rows: turns in order, or two conversations of which one is preferred."""
+"""The common form of rows: turns in order, a pair of conversations of which one is preferred, or a labelled text."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ __all__ = [
 ]
 
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-"""Keys of a message under which its reasoning is given; transformers gives each to the template under the first name
-too."""
+"""Keys of a message that may hold its reasoning; transformers also gives each to the template under the first name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +31,11 @@ class Message:
     """One turn.
 
     Attributes:
-        role: ``system``, ``developer``, ``user``, ``assistant`` or ``tool``. ``text`` for a row that is plain text,
-            trained whole; and for a raw prompt, which is not trained: the reply after it is plain text as well.
-        is_context: Whether a turn of the assistant, or a text, is only shown to the model, not trained.
-        extras: Every other key that the chat template is given, as the text of a JSON object: ``tool_calls``,
-            ``reasoning_content``, ``name``, …; ``content`` among them is null where the row has none. Empty where there
-            are none.
+        role: ``system``, ``developer``, ``user``, ``assistant`` or ``tool``. Or ``text``: for a plain text, which is
+            trained as a whole, and for a raw prompt, which is not trained and whose reply is plain text as well.
+        is_context: Whether an assistant turn or a text is only shown to the model, not trained.
+        extras: All other keys that the chat template gets (``tool_calls``, ``reasoning_content``, ``name``, …), as the
+            text of a JSON object; its ``content`` is null if the row has no content. Empty if there are no other keys.
     """
 
     role: str
@@ -51,12 +49,12 @@ class Message:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it is empty: no text, no reasoning and no tool call."""
+        """Whether the turn has no text, no reasoning and no tool call."""
         spoken = ("tool_calls", *REASONING_KEYS)
         return not self.content.strip() and not any(self.other_keys().get(key) for key in spoken)
 
     def other_keys(self) -> dict[str, Any]:
-        """The values of :attr:`extras`, by key."""
+        """Return the values of :attr:`extras`, by key."""
         keys: dict[str, Any] = json.loads(self.extras) if self.extras else {}
         return keys
 
@@ -69,10 +67,9 @@ class ConversationWithTools(Conversation):
     """Turns in order, with the other arguments of the chat template.
 
     Attributes:
-        template_arguments: The text of a JSON object: ``tools``, and the row's ``chat_template_kwargs``; empty where
-            the row has neither.
-        where: Place of the row, for messages: ``train.jsonl:7``; empty where it is not known. Equal conversations may
-            have different ones.
+        template_arguments: The text of a JSON object: ``tools``, and the row's ``chat_template_kwargs``; empty if the
+            row has neither.
+        where: Place of the row, for messages: ``train.jsonl:7``; empty if unknown. It does not count in comparisons.
     """
 
     template_arguments: str
@@ -105,7 +102,7 @@ class ConversationWithTools(Conversation):
         return not self == other
 
     def __hash__(self) -> int:
-        own = super().__hash__()  # a tuple may be equal to turns without arguments
+        own = super().__hash__()  # a plain tuple may be equal if there are no arguments
         return hash((own, self.template_arguments)) if self.template_arguments else own
 
 
@@ -113,7 +110,7 @@ class LabelledConversation(ConversationWithTools):
     """A conversation whose last reply is labelled.
 
     Attributes:
-        is_desirable: Whether the reply is one that the model is to give.
+        is_desirable: Whether the model should give this reply.
     """
 
     is_desirable: bool
@@ -129,7 +126,7 @@ class LabelledConversation(ConversationWithTools):
 
     @property
     def unlabelled(self) -> Conversation:
-        """The conversation alone."""
+        """The conversation without the label."""
         return ConversationWithTools(tuple(self), self.template_arguments, self.where)
 
     def __eq__(self, other: object) -> bool:
@@ -144,21 +141,20 @@ class LabelledConversation(ConversationWithTools):
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two conversations with the same beginning, of which the first has the better end; the shared turns are
-    context."""
+    """Two conversations with the same beginning, of which the first ends better; the shared turns are context."""
 
     chosen: Conversation
     rejected: Conversation
 
     @property
     def conversations(self) -> tuple[Conversation, Conversation]:
-        """The chosen one, then the rejected one."""
+        """The chosen conversation, then the rejected one."""
         return self.chosen, self.rejected
 
 
 @dataclass(frozen=True, slots=True)
 class LabelledText:
-    """A text, or two, or a conversation, and its label; and the place of the row, for messages."""
+    """One text, two texts or a conversation, with a label; ``where`` is the place of the row, for messages."""
 
     text: str | Conversation
     text_pair: str | None
@@ -167,16 +163,16 @@ class LabelledText:
 
 
 Row: TypeAlias = Conversation | Pair | LabelledText
-"""A conversation to learn from, a pair of them, or a text with a label."""
+"""A conversation, a pair of conversations, or a labelled text."""
 
 
 def place_of(row: Row, otherwise: str) -> str:
-    """Place of ``row``, for messages; ``otherwise`` where it is not known."""
+    """Return the place of ``row``, for messages; ``otherwise`` if unknown."""
     return getattr(row.chosen if isinstance(row, Pair) else row, "where", "") or otherwise
 
 
 def unpaired(rows: Iterable[Row]) -> Iterator[Row]:
-    """``rows`` with two labelled conversations instead of each pair, the chosen one first."""
+    """Yield ``rows`` with two labelled conversations instead of each pair, the chosen one first."""
     for row in rows:
         if isinstance(row, Pair):
             yield LabelledConversation(row.chosen, True)

@@ -32,23 +32,21 @@ def encode_dataset(
     train_on: TrainOn = "completion",
     writer: RowWriter | None = None,
 ) -> EncodedDataset:
-    """Tokenise ``conversations``, cutting each at ``max_length`` tokens, or at the model's positions if fewer.
+    """Tokenise ``conversations``; cut each at ``max_length`` tokens, or at the model's positions if fewer.
 
     Args:
-        conversations: The rows, all with a label or none.
+        conversations: The rows; all have a label, or none has.
         tokenizer: Tokenizer of the base model.
-        max_length: Tokens at which a row is cut.
         what: Name of the split for messages, e.g. ``"training"``.
-        limits: Limits of the model; None where it has none.
-        on_bad_row: What is done about conversations that the chat template refuses.
-        train_on: Which tokens are trained: of all replies, of the last one, or all.
-        writer: Takes the rows; None keeps them in memory.
+        on_bad_row: Treatment of conversations that the chat template refuses.
+        train_on: The tokens that are trained: those of all replies, of the last reply, or all.
+        writer: Receives the tokenised rows; None keeps them in memory.
 
     Raises:
-        BadRowsError: The chat template refuses some conversations, and these are not skipped, or all of them.
-        DataError: No row has a trained token left, or no row that is a conversation is left whole: the model would
-            never see the end of a reply. Or as :func:`encode_conversation`.
-        ModelError: The model has no embedding of a token.
+        BadRowsError: The chat template refuses conversations and bad rows are not skipped, or it refuses all.
+        DataError: No row has a trained token left; or all rows are conversations that were cut, so that the model would
+            never see the end of a reply.
+        ModelError: The model has no embedding for a token.
     """
     limits = limits or ModelLimits()
     limit = row_limit(max_length, limits)
@@ -99,7 +97,7 @@ def encode_dataset(
 
 
 def ids_and_targets(row: EncodedRow, max_length: int) -> tuple[Tensor, Tensor]:
-    """Token ids of ``row``, cut, and the target of each position: position t predicts token t + 1."""
+    """Return the token ids of ``row``, cut, and the target of each position: position t predicts token t + 1."""
     ids = torch.tensor(row.input_ids[:max_length], dtype=torch.long)
     trained = torch.tensor(row.is_trained[:max_length], dtype=torch.bool)
     targets = torch.full_like(ids, IGNORED)

@@ -24,10 +24,10 @@ __all__ = ["label_of", "to_conversation", "to_labelled", "to_labelled_text", "to
 
 
 def to_conversation(row: RawRow, layout: Layout) -> Conversation:
-    """The turns of one row.
+    """Convert one row into its turns.
 
     Raises:
-        RowError: It could not be read; a column does not hold what the form needs; or a reply that is to be trained is
+        RowError: The row could not be read, a column does not hold what the form needs, or a reply to be trained is
             empty. The message names file and line.
     """
     fields = _Fields(_checked(row, layout), layout)
@@ -38,10 +38,10 @@ def to_conversation(row: RawRow, layout: Layout) -> Conversation:
 
 
 def to_labelled(row: RawRow, layout: Layout) -> LabelledConversation:
-    """The turns of one row with the label of its reply.
+    """Convert one row into its turns, with the label of the reply.
 
     Raises:
-        DataFormatError: As :func:`to_conversation`; or the label is neither true nor false.
+        DataFormatError: See :func:`to_conversation`; or the label is neither true nor false.
     """
     fields = _Fields(row, layout)
     label = fields.get("label")
@@ -51,11 +51,11 @@ def to_labelled(row: RawRow, layout: Layout) -> LabelledConversation:
 
 
 def to_pair(row: RawRow, layout: Layout) -> Pair:
-    """The two conversations of one row; their common beginning is context, with any roles.
+    """Convert one row into its two conversations; their common beginning is context, whatever its roles.
 
     Raises:
-        RowError: It could not be read; a column does not hold what the form needs; the conversations are equal, or do
-            not first differ in a reply of the assistant; or a reply is empty. The message names file and line.
+        RowError: The row could not be read; a column does not hold what the form needs; the conversations are equal, or
+            do not first differ in an assistant reply; or a reply is empty. The message names file and line.
     """
     fields = _Fields(_checked(row, layout), layout)
     conversations = _parted(_PAIR_CONVERTERS[layout.form](fields), fields)
@@ -68,11 +68,11 @@ def to_pair(row: RawRow, layout: Layout) -> Pair:
 
 
 def to_labelled_text(row: RawRow, layout: Layout, labels: LabelReader) -> LabelledText:
-    """The text or texts of one row, or its turns, with its label.
+    """Convert one row into its text, texts or turns, with the label.
 
     Raises:
-        RowError: It could not be read; a column does not hold what the form needs; a text is empty; or the label is
-            missing or none of ``labels``. The message names file and line.
+        RowError: The row could not be read; a column does not hold what the form needs; a text is empty; or the label
+            is missing or not in ``labels``. The message names file and line.
     """
     fields = _Fields(_checked(row, layout), layout)
     text: str | Conversation
@@ -94,15 +94,15 @@ def to_labelled_text(row: RawRow, layout: Layout, labels: LabelReader) -> Labell
 
 
 def label_of(row: RawRow, layout: Layout) -> object:
-    """What a row has in the column of labels; None where it has none."""
+    """Return the value of a row in the label column; None if it has none."""
     return _Fields(row, layout).get("label")
 
 
 def _checked(row: RawRow, layout: Layout) -> RawRow:
-    """``row``, which was read and has the columns of ``layout``.
+    """Return ``row`` if it was read and has the columns of ``layout``.
 
     Raises:
-        RowError: It has not.
+        RowError: The row has a fault, or lacks a column.
     """
     if row.fault is not None:
         raise RowError(row.where, row.fault)
@@ -114,7 +114,7 @@ def _checked(row: RawRow, layout: Layout) -> RawRow:
 
 @dataclass(frozen=True, slots=True)
 class _Fields:
-    """The values of one row by role, checked when they are read."""
+    """The values of one row by role."""
 
     row: RawRow
     layout: Layout
@@ -124,11 +124,11 @@ class _Fields:
         return None if column is None else self.row.values.get(column)
 
     def column(self, role: str) -> str:
-        """The name of the column of ``role``, for messages."""
+        """Return the name of the column of ``role``, for messages."""
         return quoted(self.layout.column(role))[1:-1]
 
     def text(self, role: str, *, optional: bool = False) -> str:
-        """A text; where it is optional and missing, an empty one."""
+        """Return the text of ``role``; an empty text if it is optional and missing."""
         value = self.get(role)
         if value is None and optional:
             return ""
@@ -145,7 +145,7 @@ class _Fields:
         return value
 
     def turns_or_text(self, role: str, speaker: str) -> list[Message]:
-        """A list of messages, or a single one, in either shape; or a text by ``speaker``."""
+        """Return the messages of ``role``: a list or a single one, in either shape, or a text by ``speaker``."""
         value = self.get(role)
         messages = [value] if isinstance(value, Mapping) else value
         if not isinstance(messages, list):
@@ -154,7 +154,7 @@ class _Fields:
         return self.turns(messages, role, is_sharegpt=isinstance(first, Mapping) and "from" in first)
 
     def turns(self, value: object, role: str, *, is_sharegpt: bool = False) -> list[Message]:
-        """``value`` of the column of ``role``, as a list of messages."""
+        """Return ``value`` of the column of ``role`` as a list of messages."""
         if not isinstance(value, list) or not value:
             raise self.wrong(f"{self.column(role)} to be a list with at least one message", value)
         return [read_message(message, is_sharegpt=is_sharegpt, wrong=self.wrong) for message in value]
@@ -165,7 +165,7 @@ class _Fields:
 
 
 def _completed(turns: list[Message], fields: _Fields) -> Conversation:
-    """``turns`` after the text of the system column, with the other arguments of the chat template."""
+    """Return ``turns`` behind the text of the system column, with the other arguments of the chat template."""
     if fields.layout.column("system") is not None and turns[0].role not in ("system", "developer"):
         text = fields.text("system", optional=True)
         turns = [Message("system", text), *turns] if text else turns
@@ -193,15 +193,15 @@ def _messages(fields: _Fields) -> list[Message]:
 
 
 def _prompt_completion(fields: _Fields) -> list[Message]:
-    """Only the completion is trained, as in TRL: turns of the assistant in a prompt of messages are context."""
+    """Return the prompt as context and the completion; as in TRL, assistant turns of the prompt are not trained."""
     return _behind(fields.turns_or_text("prompt", "user"), "completion", fields)
 
 
 def _behind(prompt: Sequence[Message], role: str, fields: _Fields) -> list[Message]:
-    """``prompt``, which is not trained, followed by the reply in the column of ``role``, which may repeat the prompt.
+    """Return ``prompt`` as context, followed by the reply in the column of ``role``, which may repeat the prompt.
 
     Raises:
-        RowError: There is no reply of the assistant.
+        RowError: There is no assistant reply.
     """
     reply = fields.turns_or_text(role, "assistant")
     if _said(reply[: len(prompt)]) == _said(prompt):
@@ -220,7 +220,7 @@ def _as_context(turns: Sequence[Message]) -> list[Message]:
 
 
 def _alpaca(fields: _Fields) -> list[Message]:
-    """Earlier turns of a history are trained as well."""
+    """Return the turns of an Alpaca row; the replies in its history are trained as well."""
     history = fields.get("history") or []
     if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
         raise fields.wrong(f"{fields.column('history')} to be a list of [question, reply]", history)
@@ -232,13 +232,13 @@ def _alpaca(fields: _Fields) -> list[Message]:
 
 
 def _with_input(role: str, fields: _Fields) -> Message:
-    """The user's text in the column of ``role``, and an input after it, separated by a blank line."""
+    """Return the user's text in the column of ``role``, followed by the optional input after a blank line."""
     parts = [fields.text(role), fields.text("input", optional=True)]
     return Message("user", "\n\n".join(part for part in parts if part))
 
 
 def _labelled_reply(fields: _Fields) -> list[Message]:
-    """The completion behind its prompt; or a conversation, whose last message is the reply and all others context."""
+    """Return the completion behind its prompt, or a conversation in which all but the last message are context."""
     if fields.layout.column("messages") is None:
         return _prompt_completion(fields)
     turns = fields.turns_or_text("messages", "user")
@@ -270,7 +270,7 @@ _Conversations = tuple[list[Message], list[Message]]
 
 
 def _preference(fields: _Fields) -> _Conversations:
-    """A prompt text is not required where lists of messages begin with it themselves, as in TRL."""
+    """Return both conversations; as in TRL, no prompt is needed if both are lists of messages that begin with it."""
     chosen, rejected = (fields.turns_or_text(role, "assistant") for role in ("chosen", "rejected"))
     given = fields.get("prompt")
     if given is None and not all(isinstance(fields.get(role), list) for role in ("chosen", "rejected")):
@@ -289,7 +289,7 @@ def _preference(fields: _Fields) -> _Conversations:
 
 
 def _raw_preference(fields: _Fields) -> _Conversations:
-    """Texts that are joined as they are; without a prompt it is what both begin with, as in TRL."""
+    """Join the texts as they are; as in TRL, the prompt is their common beginning if there is no prompt column."""
     chosen, rejected = fields.text("chosen"), fields.text("rejected")
     if fields.layout.column("prompt") is None:
         begin = _num_common(chosen, rejected)
@@ -301,7 +301,9 @@ def _raw_preference(fields: _Fields) -> _Conversations:
 
 
 def _num_common(first: str, second: str) -> int:
-    """Letters that both begin with: without a blank at their end, and never all of one (TRL's ``extract_prompt``)."""
+    """Return the length of the common beginning, without a trailing space and never a whole text.
+
+    This is TRL's ``extract_prompt``."""
     most = min(len(first), len(second)) - 1
     shared = next((place for place in range(most + 1) if first[place] != second[place]), None)
     if shared is None:
@@ -323,10 +325,10 @@ _PAIR_CONVERTERS: Mapping[str, Callable[[_Fields], _Conversations]] = {
 
 
 def _parted(conversations: _Conversations, fields: _Fields) -> _Conversations:
-    """Both conversations; their common beginning is not trained.
+    """Return both conversations with their common beginning as context.
 
     Raises:
-        RowError: They are equal, share no turn, or first differ elsewhere than in a reply of the assistant.
+        RowError: They are equal, share no turn, or do not first differ in an assistant reply.
     """
     chosen, rejected = (_said(conversation) for conversation in conversations)
     if chosen == rejected:

@@ -1,4 +1,4 @@
-"""Rows of one dataset in the form that a method learns from."""
+"""Rows of one dataset, converted to what a method learns from."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class ConvertedRows:
     """The rows of one dataset.
 
     Attributes:
-        rows: Those that can be used.
+        rows: The rows that can be used.
         layout: Their form and columns.
         unread_columns: Columns without a role, each with the number of rows that have a value there.
-        bad: Those that were left out; None where none were.
-        labels: Reads the labels of texts; None where rows are no texts with labels.
+        bad: The rows that were left out; None if there are none.
+        labels: Reader of the labels of texts; None if the rows are not labelled texts.
     """
 
     rows: Sequence[Row]
@@ -51,21 +51,19 @@ def convert_rows(
     labels: LabelReader | None = None,
     store: RowStore = MEMORY,
 ) -> ConvertedRows:
-    """Rows in the task's form; where it is not set, in the form of the dataset's preset.
+    """Convert ``rows``; their form is the task's, or that of the dataset's preset if the task sets none.
 
     Args:
-        rows: Those of the dataset; they are read more than once.
-        known_form: Form of the dataset's preset; ``auto`` where it has none.
-        keys: Of the task, or of one source of its mixture.
-        method: Method of the task.
+        rows: Rows of the dataset; they are read more than once.
+        known_form: Form of the dataset's preset; ``auto`` if it has none.
+        keys: Data keys of the task, or of one source of its mixture.
         key: The task's key that names the dataset, for messages.
-        is_paired: Whether they have to be pairs; None accepts either, and prefers the kind that the task's method
-            needs.
-        labels: Those that texts may have; None takes all that the rows have.
-        store: Keeps the converted rows.
+        is_paired: Whether the rows have to be pairs. None accepts both kinds, and prefers the kind that the task's
+            method needs.
+        labels: The labels that texts may have; None allows all labels of the rows.
 
     Raises:
-        BadRowsError: Rows cannot be used, and these are not skipped, or all of them.
+        BadRowsError: Rows cannot be used and bad rows are not skipped, or no row can be used.
         DataFormatError: See :func:`find_layout` and :func:`find_labels`; or the rows are not of the kind that the
             task's method learns from.
     """
@@ -120,10 +118,10 @@ def _converter(layout: Layout, labels: LabelReader | None, *, is_labelled: bool)
 
 
 class _UnreadColumns:
-    """Counts values in columns without a role.
+    """A counter of values in columns without a role.
 
     Attributes:
-        counts: Number of rows with a value by column, in the order in which the columns have one first.
+        counts: Number of rows with a value, by column, in the order in which columns first have one.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -136,7 +134,7 @@ class _UnreadColumns:
 
 
 def _wrong_kind(layout: Layout, method: str, key: str) -> DataFormatError:
-    """The check of the method's objective, before a model is loaded."""
+    """Return the error for rows of the wrong kind, which the method's objective would find only with a loaded model."""
     if not layout.is_paired:
         return DataFormatError(
             f"{key}: expected preference pairs for method {method}, found rows with one reply ({layout}); write "

@@ -1,4 +1,4 @@
-"""Rows that are in two splits."""
+"""Counts the rows of a split that are also in another split."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _DIGEST_BYTES = 16
 
 
 def num_known(rows: Iterable[Row], among: Iterable[Row]) -> int:
-    """How many of ``rows`` are equal to one of ``among``; in memory are digests of ``rows``, of 128 bits each."""
+    """Count the rows that are also in ``among``; only digests of ``rows`` are in memory, 128 bits each."""
     wanted = Counter(map(_digest, rows))
     return sum(wanted.pop(_digest(row), 0) for row in among) if wanted else 0
 
@@ -25,7 +25,7 @@ def _digest(row: Row) -> bytes:
 
 
 def _row_values(row: Row) -> list[object]:
-    """All that two equal rows have in common, as JSON values."""
+    """Return the values that make two rows equal, as JSON values."""
     if isinstance(row, LabelledText):
         text = row.text if isinstance(row.text, str) else _values(row.text)
         return [text, row.text_pair, row.label]
@@ -33,6 +33,6 @@ def _row_values(row: Row) -> list[object]:
 
 
 def _values(conversation: Conversation) -> list[object]:
-    """All that two equal conversations have in common, as JSON values."""
+    """Return the values that make two conversations equal, as JSON values."""
     turns = [(turn.role, turn.content, turn.is_context, turn.extras) for turn in conversation]
     return [turns, getattr(conversation, "template_arguments", ""), getattr(conversation, "is_desirable", None)]

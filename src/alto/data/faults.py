@@ -13,10 +13,10 @@ from alto.spec import OnBadRow
 __all__ = ["LIST_LENGTH", "BadRows", "FaultList"]
 
 LIST_LENGTH = 20
-"""Different faults that an error lists; rows with the same fault are one of them."""
+"""Maximum number of different faults that an error lists; rows with the same fault count as one."""
 
 _NUM_PLACES = 10
-"""Other rows with the same fault whose places are listed."""
+"""Maximum number of other rows with the same fault whose places are listed."""
 
 _LEAVE_OUT = "on_bad_row: skip"
 
@@ -26,10 +26,10 @@ class BadRows:
     """The rows of one dataset that were left out.
 
     Attributes:
-        key: Key of the task that names the dataset.
-        num_rows: Rows of the dataset, with those that were left out.
-        kinds: Number of bad rows by kind of fault, the most frequent first.
-        first: Place of the first of them.
+        key: The task's key that names the dataset.
+        num_rows: Number of rows of the dataset, including the bad ones.
+        kinds: Number of bad rows by kind of fault, the most frequent kind first.
+        first: Place of the first bad row.
     """
 
     key: str
@@ -43,7 +43,7 @@ class BadRows:
 
     @property
     def note(self) -> str:
-        """A notice, as a sentence."""
+        """A notice for the user, one sentence."""
         return (
             f"{_rows(self.num_bad)} of {self.num_rows:,} of {self.key} left out ({_LEAVE_OUT}): {_counts(self.kinds)}; "
             f"the first is {self.first}."
@@ -52,12 +52,12 @@ class BadRows:
 
 @dataclass(slots=True)
 class _Alike:
-    """Rows of which the same was expected.
+    """Rows with the same fault.
 
     Attributes:
-        first: The first of them, whose text stands for all.
+        first: The first of them, whose text is shown for all.
         places: Places of the next ones.
-        num_others: All of them but the first.
+        num_others: Number of rows without the first.
     """
 
     first: RowError
@@ -71,7 +71,7 @@ class _Alike:
 
     @property
     def lines(self) -> list[str]:
-        """The first fault, and where the others are."""
+        """The first fault, and the places of the others."""
         if not self.num_others:
             return [f"  {self.first}"]
         more = ", …" if self.num_others > len(self.places) else ""
@@ -80,10 +80,10 @@ class _Alike:
 
 @dataclass(slots=True)
 class FaultList:
-    """Collects the faults of one dataset's rows, in order; the text of all but the first of a sort is not kept.
+    """The faults of one dataset's rows, in order; of equal faults, only the text of the first is kept.
 
     Attributes:
-        key: Key of the task that names the dataset, for messages.
+        key: The task's key that names the dataset, for messages.
     """
 
     key: str
@@ -108,11 +108,7 @@ class FaultList:
             self._listed[kind, expected] = _Alike(error)
 
     def settle(self, num_rows: int, on_bad_row: OnBadRow) -> BadRows | None:
-        """The rows that are left out, which may be some but not all; None where every row can be used.
-
-        Args:
-            num_rows: Rows of the dataset.
-            on_bad_row: As the task has it.
+        """Return the rows to leave out, which are not all rows; None if every row can be used.
 
         Raises:
             BadRowsError: There are bad rows and ``on_bad_row`` is ``error``; or no row can be used.
@@ -139,7 +135,7 @@ def _message(key: str, faults: Sequence[_Alike], kinds: Counter[FaultKind], num_
 
 
 def _places(places: Sequence[str]) -> str:
-    """Places of rows, each file named once: ``train.jsonl:3, 5, other.jsonl:1``."""
+    """Return the places of rows as text that names each file once: ``train.jsonl:3, 5, other.jsonl:1``."""
     shown, last = [], ""
     for place in places:
         file, colon, line = place.rpartition(":")

@@ -1,4 +1,4 @@
-"""Rows of local files, by their ending: JSON lines, JSON, CSV and TSV (each also with ``.gz``), and Parquet."""
+"""Reads the rows of local files by extension: JSON lines, JSON, CSV and TSV (each also with ``.gz``), and Parquet."""
 
 from __future__ import annotations
 
@@ -24,20 +24,19 @@ __all__ = ["FILE_ENDINGS", "read_file", "unpacked_bytes"]
 _MAX_GROWTH = 50
 _MIN_UNPACKED_BYTES = 256 * 1024**2
 _USUAL_GROWTH = 5
-"""Bytes of text in a byte of a packed file, about."""
+"""Bytes of text in a byte of a compressed file, roughly."""
 
 
 def read_file(path: Path, key: str, store: RowStore = MEMORY) -> Sequence[RawRow]:
-    """Every row of ``path``, in order; one that cannot be read has a fault instead of values.
+    """Read all rows of ``path``, in order; a row that cannot be read has a fault instead of values.
 
     Args:
         key: The task's key that names the file, for messages.
-        store: Keeps the rows.
 
     Raises:
-        DataFormatError: The ending is unknown, or the file as a whole has another format.
+        DataFormatError: The extension is unknown, or the file as a whole has another format.
         DataError: There are no rows, or the file cannot be read.
-        UnsupportedError: Parquet, without the package that reads it.
+        UnsupportedError: The file is Parquet, and the package that reads it is not installed.
     """
     rows = store.keep(_rows(path, key))
     if not rows:
@@ -46,10 +45,10 @@ def read_file(path: Path, key: str, store: RowStore = MEMORY) -> Sequence[RawRow
 
 
 def unpacked_bytes(path: Path) -> int:
-    """About how many bytes ``path`` has when it is unpacked.
+    """Estimate the uncompressed size of ``path`` in bytes.
 
     Raises:
-        OSError: It cannot be read.
+        OSError: The file cannot be read.
     """
     is_packed = path.name.lower().endswith((".gz", ".parquet"))
     return path.stat().st_size * (_USUAL_GROWTH if is_packed else 1)
@@ -86,7 +85,7 @@ def _open(path: Path) -> IO[str]:
 
 
 class _Unpacked(gzip.GzipFile):
-    """Decompresses a file, with a limit on its growth: ten megabytes can hold ten gigabytes of zeros."""
+    """A decompressed file with a limit on its growth: ten megabytes can hold ten gigabytes of zeros."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -109,7 +108,7 @@ class _Unpacked(gzip.GzipFile):
 
 
 def _text_fault(text: str) -> RowFault | None:
-    """The fault of a text that is not UTF-8."""
+    """Return the fault of a text that is not UTF-8; None if it is."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -163,7 +162,7 @@ def _row(value: Any, where: str) -> RawRow:
 
 
 def _parse(text: str, expected: str, remedy: str) -> Any:
-    """The JSON value of ``text``, or the fault of a text that is none."""
+    """Return the JSON value of ``text``, or a fault if it is not JSON."""
     try:
         return json.loads(text, object_pairs_hook=_without_duplicates)
     except json.JSONDecodeError as error:
@@ -186,8 +185,8 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _csv(lines: IO[str], path: str) -> Iterator[RawRow]:
-    """Commas, or semicolons where the first line has only these: Excel uses them where the comma is the decimal
-    sign."""
+    """Read CSV; semicolons separate the cells if the first line has semicolons and no commas, as Excel writes them
+    where the comma is the decimal sign."""
     header = next(lines, "")
     return _cells(chain([header], lines), path, ";" if ";" in header and "," not in header else ",")
 
@@ -197,7 +196,7 @@ def _tsv(lines: IO[str], path: str) -> Iterator[RawRow]:
 
 
 def _cells(lines: Iterable[str], path: str, delimiter: str) -> Iterator[RawRow]:
-    """Rows of a table whose first line names the columns; ``where`` is a row's first line."""
+    """Yield the rows of a table whose first line names the columns; ``where`` names the first line of a row."""
     limit = csv.field_size_limit(sys.maxsize)  # the module's default limit is shorter than many documents
     try:
         table = csv.reader(lines, delimiter=delimiter, strict=True)
@@ -256,4 +255,4 @@ _READERS: Mapping[str, Callable[[IO[str], str], Iterator[RawRow]]] = {
 }
 
 FILE_ENDINGS = (*_READERS, ".parquet")
-"""Endings of files that are read, without the ``.gz`` that may follow all but the last."""
+"""Extensions of files that can be read, without the ``.gz`` that may follow all but the last."""

@@ -1,4 +1,4 @@
-"""Digests of all that the tokens of a task depend on: the content of files, the tokenizer, and ALTO's own code."""
+"""Digests of everything that a task's tokens depend on: the content of files, the tokenizer, and ALTO's own code."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ __all__ = ["changed", "code_digest", "digest_of_json", "file_digest", "tokenizer
 _PACKAGES = ("alto-lora", "transformers", "tokenizers", "sentencepiece", "tiktoken", "jinja2", "datasets", "pyarrow")
 
 _SETTLED_S = 2.0
-"""Seconds without a change after which the times of a file tell of every later change: some file systems count time in
+"""Seconds without a change after which the times of a file reveal every later change: some file systems store times in
 steps of this length."""
 
 _PROBE = "A tokenizer's settings show in <|im_start|>user\n  what it makes of a text. </s><eos>"
 
 
 def file_digest(path: Path, folder: Path) -> str:
-    """SHA-256 of the content of ``path``, in hexadecimal digits.
+    """Return the SHA-256 of the content of ``path``, in hexadecimal digits.
 
     Args:
-        folder: Keeps digests of files that have not changed since, so that they are not read again.
+        folder: Folder for digests of files that have not changed since, so that they are not read again.
 
     Raises:
         DataError: The file changes while it is read, or cannot be read.
@@ -52,7 +52,7 @@ def file_digest(path: Path, folder: Path) -> str:
 
 
 def changed(path: Path | str) -> DataError:
-    """The error of a file that has changed between two looks at it."""
+    """Return the error for a file that has changed between two reads."""
     return DataError(
         f"expected rows that nobody changes while they are tokenised, found that {path} has changed; start again when "
         "it is complete"
@@ -60,7 +60,7 @@ def changed(path: Path | str) -> DataError:
 
 
 def _state(path: Path) -> tuple[int, ...]:
-    """Device, inode, size, and the times of the last changes in nanoseconds."""
+    """Return device, inode, size, and the times of the last changes in nanoseconds."""
     try:
         found = path.stat()
     except OSError as error:
@@ -85,12 +85,12 @@ def _content(path: Path) -> str:
 
 
 def digest_of_json(value: Any) -> str:
-    """A name for ``value``, made of JSON values: 32 hexadecimal digits."""
+    """Return a name for ``value``, made of JSON values: 32 hexadecimal digits."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def code_digest() -> str:
-    """A digest of the code that reads and tokenises: this package's, and the versions of what it uses."""
+    """Return a digest of the code that reads and tokenises: this package, and the versions of the packages it uses."""
     digest = hashlib.sha256(repr([(name, version_of(name)) for name in _PACKAGES]).encode())
     for file in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(file.read_bytes())
@@ -98,11 +98,13 @@ def code_digest() -> str:
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """A digest of ``tokenizer`` with its chat template: of the files that it saves, of its own code where it is not
-    transformers', and of its tokens of a text, which show settings that it does not save.
+    """Return a digest of ``tokenizer`` with its chat template.
+
+    It covers the files that the tokenizer saves, its own code if that is not part of transformers, and its tokens of a
+    test text, which reveal settings that it does not save.
 
     Raises:
-        UnsupportedError: It cannot be saved.
+        UnsupportedError: The tokenizer cannot be saved.
     """
     digest = hashlib.sha256(f"{type(tokenizer).__module__}.{type(tokenizer).__qualname__}".encode())
     module = importlib.import_module(type(tokenizer).__module__)

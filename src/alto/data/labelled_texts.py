@@ -1,4 +1,4 @@
-"""Converts texts with labels into token ids, as transformers' example of text classification does."""
+"""Converts labelled texts into token ids, as transformers' text classification example does."""
 
 from __future__ import annotations
 
@@ -30,25 +30,22 @@ def encode_labelled_texts(
     limits: ModelLimits | None = None,
     on_bad_row: OnBadRow = "error",
 ) -> EncodedDataset:
-    """Tokenise texts with the tokenizer's special tokens, cut at ``max_length`` tokens or at the model's positions if
-    fewer: the longer of two texts first, at the side that the tokenizer says.
+    """Tokenise texts with the tokenizer's special tokens.
 
-    Conversations are written by the chat template, and their first tokens are kept. The head reads the last token of a
-    row that is not the padding token: that of the model's configuration, or else of the tokenizer.
+    Rows are cut at ``max_length`` tokens, or at the model's positions if fewer. The longer of two texts is cut first,
+    at the side that the tokenizer says. Conversations are written by the chat template, and their first tokens are
+    kept. The classification head reads a row's last token that is not padding; the padding token is that of the
+    model's configuration, or else of the tokenizer.
 
     Args:
-        rows: The rows, all with labels of ``labels``.
-        labels: The labels there are.
         tokenizer: Tokenizer of the base model.
-        max_length: Tokens at which a row is cut.
         what: Name of the split for messages, e.g. ``"training"``.
-        limits: Limits of the model; None where it has none.
-        on_bad_row: What is done about rows without a token, and conversations that the chat template refuses.
+        on_bad_row: Treatment of rows without a token, and of conversations that the chat template refuses.
 
     Raises:
-        BadRowsError: Some rows cannot be used, and these are not skipped, or all of them.
-        DataError: The tokenizer marks which of two texts a token is of, which the model does not get here.
-        ModelError: The model has no embedding of a token.
+        BadRowsError: Rows cannot be used and bad rows are not skipped, or no row can be used.
+        DataError: The tokenizer marks each token with its text (``token_type_ids``), which the model does not get here.
+        ModelError: The model has no embedding for a token.
     """
     limits = limits or ModelLimits()
     limit = row_limit(max_length, limits)
@@ -90,7 +87,7 @@ def encode_labelled_texts(
 
 
 def _token_ids(row: LabelledText, tokenizer: Any, max_length: int | None = None) -> list[int]:
-    """Token ids of a row, cut at ``max_length`` tokens where that is given."""
+    """Return the token ids of a row, cut at ``max_length`` tokens if that is given."""
     if not isinstance(row.text, str):
         if not getattr(tokenizer, "chat_template", None):
             raise ConversationError(
@@ -111,7 +108,7 @@ def _token_ids(row: LabelledText, tokenizer: Any, max_length: int | None = None)
 
 
 def _last_token(ids: Sequence[int], padding: int | None) -> int:
-    """Position of the last token that is not padding; of padding alone the first, as transformers has it."""
+    """Return the position of the last token that is not padding; 0 if all are padding, as in transformers."""
     if padding is None:
         return len(ids) - 1
     return max((position for position, token in enumerate(ids) if token != padding), default=0)

@@ -1,4 +1,4 @@
-"""Labels of texts: which there are in a task's rows, and the label of one row."""
+"""Labels of texts: finds the labels in a task's rows, and reads the label of one row."""
 
 from __future__ import annotations
 
@@ -17,12 +17,7 @@ _NEEDED_LABELS = 2
 
 
 class LabelError(ValueError):
-    """A value is no label of a task; the message completes "expected … to be".
-
-    Args:
-        expected: What it should be.
-        kind: Kind of the row's fault.
-    """
+    """A value that is not a label of the task; the message completes "expected … to be"."""
 
     def __init__(self, expected: str, kind: FaultKind = FaultKind.WRONG_VALUE) -> None:
         super().__init__(expected)
@@ -31,18 +26,18 @@ class LabelError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class LabelReader:
-    """Reads the labels of rows.
+    """A reader of the labels of rows.
 
     Attributes:
-        labels: The labels there are.
-        reads_indices: Whether a whole number is the index of a label; otherwise only names are read.
+        labels: All labels of the task.
+        reads_indices: Whether a whole number is read as the index of a label; otherwise only names are read.
     """
 
     labels: LabelSet
     reads_indices: bool
 
     def read(self, value: object) -> RowLabel:
-        """The label that ``value`` of a row means.
+        """Return the label that ``value`` of a row means.
 
         Raises:
             LabelError: It means none.
@@ -65,7 +60,7 @@ class LabelReader:
         raise LabelError(expected, FaultKind.UNKNOWN_LABEL if name is not None else FaultKind.WRONG_VALUE)
 
     def _marks(self, value: object) -> tuple[float, ...]:
-        """A 1 for every label that a row has, from a list of their names or of ones and zeros."""
+        """Return a 1 for every label that a row has, and a 0 for others; ``value`` lists names, or 0s and 1s."""
         count = self.labels.num_labels
         if not isinstance(value, list):
             raise LabelError("a list of labels")
@@ -79,19 +74,20 @@ class LabelReader:
 
 
 def find_labels(values: Sequence[object], keys: DataKeys, allowed: Sequence[ProblemType], key: str) -> LabelReader:
-    """The labels of a dataset.
+    """Find the labels of a dataset.
 
-    Names are sorted. Whole numbers are the indices of labels, and have to be all of 0 to K - 1; CSV files hold them as
-    text. Values that can be no labels are left out: they are faults of their rows.
+    Names are sorted. Whole numbers are the indices of labels, and all from 0 to K - 1 have to occur unless
+    ``num_labels`` is set; CSV files hold them as text. Values that cannot be labels are ignored: they are faults of
+    their rows.
 
     Args:
-        values: What every row has in its label column.
-        keys: Keys of the task, or of one source of its mixture.
-        allowed: What the task's method can learn.
+        values: The value of every row in the label column.
+        keys: Data keys of the task, or of one source of its mixture.
+        allowed: Problem types that the task's method can learn.
         key: The task's key that names the dataset, for messages.
 
     Raises:
-        DataFormatError: The labels are of another kind than the method's or the keys', or fewer than two.
+        DataFormatError: The labels do not fit the method or the keys, or there are fewer than two.
     """
     present = [value for value in values if not _is_missing(value)]
     if not present:
@@ -105,7 +101,7 @@ def find_labels(values: Sequence[object], keys: DataKeys, allowed: Sequence[Prob
         names = keys.id2label or _class_names(present, keys, problem_type, key)
     return LabelReader(
         LabelSet(problem_type=problem_type, names=names),
-        # A name that looks like a number is a name.
+        # If the names of labels look like numbers, a number in a row is a name.
         reads_indices=_are_numbers(present) and all(_number(name) is None for name in names),
     )
 
@@ -118,7 +114,7 @@ def _problem_type(present: Sequence[object], allowed: Sequence[ProblemType]) -> 
 
 
 def _output_names(present: Sequence[object], keys: DataKeys) -> tuple[str, ...]:
-    """Names of the outputs of a regression."""
+    """Return the names of the outputs of a regression."""
     first = present[0]
     count = keys.num_labels or (len(first) if isinstance(first, list) else 1)
     return keys.id2label or _default_names(count)
@@ -184,20 +180,20 @@ def _is_missing(value: object) -> bool:
 
 
 def _are_numbers(present: Sequence[object]) -> bool:
-    """Whether most labels, also those in lists, are numbers."""
+    """Return whether most labels, including those in lists, are numbers."""
     items = [item for value in present for item in (value if isinstance(value, list) else [value])]
     return 2 * sum(_number(item) is not None for item in items) > len(items)
 
 
 def _name(value: object) -> str | None:
-    """A label as a name: a text, a whole number, or a truth value as JSON writes it."""
+    """Return the name of a label: a text, a whole number, or a truth value as JSON writes it; None for others."""
     if isinstance(value, bool):
         return str(value).lower()
     return str(value).strip() if isinstance(value, str | int) else None
 
 
 def _number(value: object) -> float | None:
-    """A finite number, also one that is written as a text; None of anything else."""
+    """Return a finite number, which may be written as a text; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, str | int | float) or "_" in str(value):
         return None
     try:

@@ -14,11 +14,11 @@ Item = TypeVar("Item")
 
 
 class LazySequence(Sequence[Item], Generic[Item]):
-    """A sequence of which a slice is a view."""
+    """A sequence whose slices are views."""
 
     @abstractmethod
     def _item(self, index: int) -> Item:
-        """The item with an index from 0 to ``len(self) - 1``."""
+        """Return the item at ``index``, which is from 0 to ``len(self) - 1``."""
 
     @overload
     def __getitem__(self, index: int) -> Item: ...
@@ -38,8 +38,7 @@ class View(LazySequence[Item]):
     """Some items of a sequence.
 
     Args:
-        items: The sequence.
-        indices: Those of the chosen items, in order.
+        indices: Indices of the chosen items, in order.
     """
 
     def __init__(self, items: Sequence[Item], indices: Sequence[int]) -> None:

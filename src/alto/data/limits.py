@@ -1,4 +1,4 @@
-"""Limits of a row's length and token ids, by the task and the model."""
+"""Limits on the length and the token ids of a row, set by the task and the model."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ __all__ = ["RowLimit", "check_token_ids", "row_limit"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowLimit:
-    """Tokens at which rows are cut.
+    """The number of tokens at which rows are cut.
 
     Attributes:
-        num_tokens: Largest number of tokens of a row.
-        name: What sets it, for messages.
-        remedy: What to do where too much is cut.
+        name: Description of the limit, for messages.
+        remedy: Advice in case too much is cut.
     """
 
     num_tokens: int
@@ -28,7 +27,7 @@ class RowLimit:
 
 
 def row_limit(max_length: int, limits: ModelLimits) -> RowLimit:
-    """The smaller one of the task's ``max_length`` and the model's positions."""
+    """Return the smaller limit of the task's ``max_length`` and the model's positions."""
     positions = limits.max_positions
     if positions is None or max_length <= positions:
         return RowLimit(num_tokens=max_length, name=f"max_length {max_length}", remedy="raise max_length")
@@ -40,16 +39,14 @@ def row_limit(max_length: int, limits: ModelLimits) -> RowLimit:
 
 
 def check_token_ids(ids: Sequence[int], limits: ModelLimits, tokenizer: Any, where: str) -> None:
-    """Check that the model has an embedding of every token of a row.
+    """Check that the model has an embedding for every token of a row.
 
     Args:
-        ids: Token ids of the row.
-        limits: Limits of the model; None where it has none.
-        tokenizer: Names the token, for the message.
+        tokenizer: Tokenizer that names the token in the message.
         where: The row, for messages.
 
     Raises:
-        ModelError: It has not. (On a GPU a missing embedding would end the process.)
+        ModelError: A token has no embedding. (On a GPU, a missing embedding would end the process.)
     """
     largest = max(ids, default=-1)
     if limits.vocab_size is not None and largest >= limits.vocab_size:

@@ -1,7 +1,7 @@
 """Converts messages and tools in the forms of TRL, OpenAI and ShareGPT into turns.
 
-Tool calls are converted into OpenAI's form: ``{"type": "function", "function": {"name", "arguments"}}`` with arguments
-as an object, whether the row has them so, flat (``{"name", "arguments"}``), with arguments as JSON text, or as the
+Tool calls are converted into OpenAI's form: ``{"type": "function", "function": {"name", "arguments"}}``, with arguments
+as an object. A row may have them in this form, flat (``{"name", "arguments"}``), with arguments as JSON text, or as the
 older ``function_call``. All other keys of a message stay as they are.
 """
 
@@ -18,7 +18,7 @@ __all__ = ["read_message", "read_template_options", "read_tools"]
 
 
 class Wrong(Protocol):
-    """Makes the error with the row's place, from the expected and the found value."""
+    """A function that makes the error of a row from the expected and the found value."""
 
     def __call__(self, expected: str, value: object, kind: FaultKind = ..., /) -> RowError: ...
 
@@ -58,17 +58,11 @@ _RESERVED_OPTIONS = (
     "tokenizer_kwargs",
     "truncation",
 )
-"""Arguments of ``apply_chat_template`` that are not the template's own."""
+"""Arguments of ``apply_chat_template`` that a row cannot set."""
 
 
 def read_message(message: Any, *, is_sharegpt: bool, wrong: Wrong) -> Message:
-    """One message of a row as a turn.
-
-    Args:
-        message: The message of a row.
-        is_sharegpt: Whether it has ShareGPT's keys.
-        wrong: Makes the error.
-    """
+    """Convert one message of a row into a turn; ``is_sharegpt`` says whether it has ShareGPT's keys."""
     speaker, says, roles = ("from", "value", _SHAREGPT_ROLES) if is_sharegpt else ("role", "content", _ROLES)
     name = message.get(speaker) if isinstance(message, Mapping) else None
     role = roles.get(name) if isinstance(name, str) else None
@@ -102,12 +96,10 @@ def read_message(message: Any, *, is_sharegpt: bool, wrong: Wrong) -> Message:
 
 
 def read_tools(tools: Any, functions: Any, wrong: Wrong) -> list[Any]:
-    """The tools of a row: JSON schemas, or JSON text of them.
+    """Return the tools of a row, given as JSON schemas or as JSON text of them.
 
     Args:
-        tools: The column ``tools``.
-        functions: The older column, of functions that are not wrapped as tools.
-        wrong: Makes the error.
+        functions: The older column, with functions that are not wrapped as tools.
     """
     tools, functions = (_listed(value, wrong) for value in (tools, functions))
     if tools and functions:
@@ -116,7 +108,7 @@ def read_tools(tools: Any, functions: Any, wrong: Wrong) -> list[Any]:
 
 
 def read_template_options(options: Any, wrong: Wrong) -> dict[str, Any]:
-    """The arguments of the chat template in the column ``chat_template_kwargs``."""
+    """Return the arguments of the chat template in the column ``chat_template_kwargs``."""
     if isinstance(options, str) and options.strip():
         options = _parsed(options, "chat_template_kwargs to be a JSON object", wrong)
     if not options:
@@ -145,7 +137,7 @@ def _listed(value: Any, wrong: Wrong) -> list[Any]:
 
 
 def _calls(given: dict[str, Any], wrong: Wrong) -> list[dict[str, Any]]:
-    """The calls of a message; ``given`` loses its ``function_call``."""
+    """Return the calls of a message, and remove ``function_call`` from ``given``."""
     older = given.pop("function_call", None)
     calls = given.get("tool_calls")
     if isinstance(calls, str):
@@ -182,7 +174,7 @@ def _call(call: Any, wrong: Wrong) -> dict[str, Any]:
 
 
 def _joined(parts: list[Any], wrong: Wrong) -> str:
-    """The concatenated text of a message's parts, as chat templates write it."""
+    """Return the concatenated text of a message's parts, as chat templates write it."""
     texts = []
     for part in parts:
         if isinstance(part, str):

@@ -1,4 +1,5 @@
-"""Rows in which a prompt has the reply of another row: on them KTO estimates how far an adapter is from the base."""
+"""Rows in which a prompt has the reply of another row; KTO estimates on them how far an adapter is from the base
+model."""
 
 from __future__ import annotations
 
@@ -12,14 +13,13 @@ __all__ = ["mismatched_rows"]
 
 
 def mismatched_rows(dataset: EncodedDataset, rows: Sequence[int]) -> EncodedDataset:
-    """The prompt of each of ``rows``, followed by the reply of the row before it; the first by that of the last, as
-    TRL's ``KTOTrainer`` pairs them in a batch.
+    """Return the prompt of each of ``rows`` with the reply of the row before it, the first with that of the last row.
 
-    A row is cut where rows of ``dataset`` were; one of which no trained token is left is kept, so that means over all
-    rows count it as 0.
+    TRL's ``KTOTrainer`` pairs them in the same way in a batch. Rows are cut at the same length as those of ``dataset``.
+    A row without a trained token left is kept, so that means over all rows count it as 0.
 
     Args:
-        dataset: Rows that are conversations with a reply at their end.
+        dataset: Conversations with a reply at their end.
         rows: Indices of the rows of one job's batch, in order.
     """
     input_ids, targets = [], []
@@ -28,7 +28,7 @@ def mismatched_rows(dataset: EncodedDataset, rows: Sequence[int]) -> EncodedData
         prompt, reply = dataset.input_ids[row][: begin + 1], dataset.input_ids[other][begin_of_other + 1 :]
         ids = torch.cat([prompt, reply])[: dataset.max_length]
         sought = torch.cat([torch.full((begin,), IGNORED), dataset.targets[other][begin_of_other:]])[: len(ids)]
-        sought[-1] = IGNORED  # its last token predicts nothing
+        sought[-1] = IGNORED  # the last token of a row predicts nothing
         input_ids.append(ids)
         targets.append(sought)
     return EncodedDataset(
@@ -37,5 +37,5 @@ def mismatched_rows(dataset: EncodedDataset, rows: Sequence[int]) -> EncodedData
 
 
 def _first_target(dataset: EncodedDataset, row: int) -> int:
-    """The position that predicts the first trained token of a row: the last one of its prompt."""
+    """Return the position that predicts the first trained token of a row: the last position of its prompt."""
     return int((dataset.targets[row] != IGNORED).nonzero()[0])

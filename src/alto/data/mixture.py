@@ -14,12 +14,12 @@ __all__ = ["MixtureOrder", "mixture_counts"]
 
 
 def mixture_counts(num_rows: int, shares: Sequence[float]) -> list[int]:
-    """Rows of every source in an epoch of ``num_rows``: the shares of it, rounded so that they add up to ``num_rows``
-    (largest remainders; of equal ones the first).
+    """Return the number of rows of every source in an epoch: its share of ``num_rows``.
+
+    Numbers are rounded so that they add up to ``num_rows`` (largest remainders; the first source wins a tie).
 
     Args:
-        num_rows: Rows of an epoch.
-        shares: Share of every source; together 1.
+        shares: Share of every source; they sum to 1.
     """
     exact = [num_rows * share for share in shares]
     counts = [math.floor(value + 1e-9) for value in exact]
@@ -35,18 +35,16 @@ def mixture_counts(num_rows: int, shares: Sequence[float]) -> list[int]:
 class MixtureOrder:
     """The rows of each step of a job, drawn from sources by its own weights.
 
-    An epoch has as many rows as all sources together, whatever the weights: of every source its share
-    (:func:`mixture_counts`). The rows of a source are an endless stream of its shuffles, each a new one, and every
-    epoch continues where the one before has stopped: a source smaller than its share repeats, in fresh shuffles; of a
-    larger one, later epochs train other rows. The rows of an epoch are shuffled together. All of it depends on seed,
-    weights and sizes only, and the rows of any step can be computed at any time: like :class:`alto.data.DataOrder`, it
-    has no state but the number of steps done.
+    An epoch has as many rows as all sources together, whatever the weights; every source has its share of them
+    (:func:`mixture_counts`). The rows of a source are an endless stream of shuffles, and every epoch continues the
+    stream where the epoch before stopped. So a source that is smaller than its share repeats in new shuffles, and a
+    larger source gives other rows in later epochs. The rows of an epoch are shuffled together. Everything depends only
+    on seed, weights and sizes, and the rows of any step can be computed at any time: like :class:`alto.data.DataOrder`,
+    it has no state except the number of steps done.
 
     Args:
-        sizes: Rows of every source; in the dataset they lie one source after the other.
-        shares: Share of every source; together 1.
-        batch_size: Rows of a step.
-        seed: Seed of the shuffles.
+        sizes: Number of rows of every source; the dataset holds one source after the other.
+        shares: Share of every source; they sum to 1.
     """
 
     def __init__(self, sizes: Sequence[int], shares: Sequence[float], batch_size: int, seed: int) -> None:
@@ -62,11 +60,11 @@ class MixtureOrder:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Rows of every source in an epoch."""
+        """Number of rows of every source in an epoch."""
         return tuple(self._counts)
 
     def rows_of_step(self, step: int) -> list[int]:
-        """Row numbers of the step with 0-based index ``step``."""
+        """Return the row numbers of the step with 0-based index ``step``."""
         epoch, position = divmod(step, self._steps_per_epoch)
         if epoch != self._epoch:
             self._epoch, self._rows_N = epoch, self._rows_of_epoch(epoch)
@@ -83,7 +81,7 @@ class MixtureOrder:
         return drawn_N[self._shuffle(len(drawn_N), "epoch", epoch)]
 
     def _stream(self, source: int, size: int, start: int, count: int) -> Tensor:
-        """Rows ``start`` to ``start + count - 1`` of the endless stream of a source's shuffles."""
+        """Return rows ``start`` to ``start + count - 1`` of a source's endless stream of shuffles."""
         if not count:
             return torch.empty(0, dtype=torch.int64)
         first, last = start // size, (start + count - 1) // size

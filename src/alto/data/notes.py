@@ -1,4 +1,4 @@
-"""Notices about the data before training, and errors of data that cannot be trained on."""
+"""Notices about the data before training, and errors for data that cannot be trained on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from alto.errors import DataError
 __all__ = ["encoding_notes", "mixture_notes", "reading_notes", "test_notes", "tokenizer_notes", "unread_notes"]
 
 FEW_ROWS = 10
-"""Validation rows below which their loss is mostly chance."""
+"""Number of validation rows below which their loss is mostly chance."""
 
 _MAX_LABELS = 12
 
@@ -26,11 +26,10 @@ MUCH_CUT = 0.5
 
 
 def reading_notes(num_validation: int, num_shared: int) -> list[str]:
-    """Notices about the rows before tokenisation.
+    """Return notices about the rows before tokenisation.
 
     Args:
-        num_validation: Number of validation rows.
-        num_shared: Validation rows that are training rows too.
+        num_shared: Number of validation rows that are also training rows.
     """
     notes = []
     if num_shared:
@@ -47,7 +46,7 @@ def reading_notes(num_validation: int, num_shared: int) -> list[str]:
 
 
 def mixture_notes(train: EncodedDataset, validation: EncodedDataset) -> list[str]:
-    """A notice about the sources of a mixture and an epoch of it; empty where there is one dataset."""
+    """Return a notice about the sources and the epoch of a mixture; empty for a single dataset."""
     if not train.sources:
         return []
     of_validation = dict(validation.sources)
@@ -59,8 +58,9 @@ def mixture_notes(train: EncodedDataset, validation: EncodedDataset) -> list[str
 
 
 def label_notes(train: EncodedDataset, validation: EncodedDataset) -> list[str]:
-    """Notices about the labels of texts: how many rows have each, and which no row has; of numbers, those that are
-    equal in all rows; empty of other rows."""
+    """Return notices about the labels of texts: how many rows have each label, and which labels no row has.
+
+    For a regression, they name the outputs that are equal in all rows. Empty for rows without labels."""
     if train.label_set is None:
         return []
     if train.label_set.problem_type == "regression":
@@ -101,11 +101,10 @@ def _label_counts(dataset: EncodedDataset) -> Counter[str]:
 
 
 def test_notes(num_rows: int, num_known: int) -> list[str]:
-    """Notices about the test rows.
+    """Return notices about the test rows.
 
     Args:
-        num_rows: Number of test rows; 0 where there are none.
-        num_known: Those of them that are training or validation rows too.
+        num_known: Number of test rows that are also training or validation rows.
     """
     if not num_known:
         return []
@@ -116,7 +115,7 @@ def test_notes(num_rows: int, num_known: int) -> list[str]:
 
 
 def unread_notes(columns: Mapping[str, int], unread: Sequence[Unread], tokenizer: Any, form: str) -> list[str]:
-    """Notices about parts of the rows, of the form ``form``, that are not used in training."""
+    """Return notices about parts of rows of the form ``form`` that training does not use."""
     notes = []
     if columns:
         label = next((name for name in ("label", "labels") if name in columns), None)
@@ -147,10 +146,10 @@ def _unread(unread: Unread) -> str:
 
 
 def tokenizer_notes(tokenizer: Any, conversations: Iterable[Conversation]) -> list[str]:
-    """Notices about a tokenizer without an EOS token or a chat template.
+    """Return notices about a tokenizer without an EOS token or a chat template.
 
     Raises:
-        DataError: Neither an EOS token nor the chat template would end a reply: the model would never learn to stop.
+        DataError: Neither an EOS token nor the chat template ends a reply, so the model would never learn to stop.
     """
     notes = []
     is_conversation = any(conversation[0].role != "text" for conversation in conversations)
@@ -176,13 +175,7 @@ def tokenizer_notes(tokenizer: Any, conversations: Iterable[Conversation]) -> li
 
 
 def encoding_notes(dataset: EncodedDataset, what: str, limit: RowLimit) -> list[str]:
-    """Notices about rows of the ``what`` data that tokenisation cut or left out.
-
-    Args:
-        dataset: Tokenised rows.
-        what: Name of the split.
-        limit: Limit at which rows were cut.
-    """
+    """Return notices about rows of the ``what`` data that tokenisation cut at ``limit`` or left out."""
     notes = [bad.note for bad in dataset.refused]
     total = len(dataset) + dataset.num_skipped
     row = f"{what} {'pair' if dataset.is_paired else 'row'}"

@@ -33,29 +33,25 @@ def encode_pairs(
     on_bad_row: OnBadRow = "error",
     writer: RowWriter | None = None,
 ) -> EncodedDataset:
-    """Tokenise ``pairs``, cutting each conversation at ``max_length`` tokens, or at the model's positions if these are
-    fewer.
+    """Tokenise ``pairs``; cut each conversation at ``max_length`` tokens, or at the model's positions if fewer.
 
-    A pair is left out and counted where a reply is empty or not trained (it would teach the length of replies, not
-    their content), where both replies have the same tokens, and where nothing in which they differ is left before the
-    cut. Trained tokens are those of TRL's ``DPOTrainer``: ``{% generation %}`` in the template is not read, and both
-    replies begin at the same token, the first that is trained in either.
+    A pair is left out and counted if a reply is empty or not trained (it would teach the length of replies, not their
+    content), if both replies have the same tokens, or if no difference between them is left after the cut. Trained
+    tokens are those of TRL's ``DPOTrainer``: ``{% generation %}`` in the template is ignored, and both replies begin at
+    the same token, the first that is trained in either.
 
     Args:
-        pairs: The rows.
         tokenizer: Tokenizer of the base model.
-        max_length: Tokens at which a conversation is cut.
         what: Name of the split for messages, e.g. ``"training"``.
-        limits: Limits of the model; None where it has none.
-        share_prompts: Whether the common beginning of both conversations goes through the model once.
-        on_bad_row: What is done about pairs that the chat template refuses.
-        writer: Takes the rows; None keeps them in memory.
+        share_prompts: Whether the common beginning of both conversations goes through the model only once.
+        on_bad_row: Treatment of pairs that the chat template refuses.
+        writer: Receives the tokenised rows; None keeps them in memory.
 
     Raises:
-        BadRowsError: The chat template refuses some pairs, or shows several replies of one after the conversations part
-            in different ways, and these are not skipped; or all of them.
+        BadRowsError: The chat template refuses a pair, or rewrites earlier replies of a conversation that has several
+            where the pair differs, and bad rows are not skipped; or this is so for all pairs.
         DataError: No pair is left.
-        ModelError: The model has no embedding of a token.
+        ModelError: The model has no embedding for a token.
     """
     limits = limits or ModelLimits()
     limit = row_limit(max_length, limits)
@@ -123,8 +119,10 @@ def _encode_conversation(conversation: Conversation, encoder: Encoder) -> Encode
 
 
 def _begun_together(rows: list[EncodedRow]) -> list[EncodedRow]:
-    """Both conversations, trained from the first token on that is trained in either: where one reply merges with the
-    end of the prompt, the other is trained from that token on as well, so that both are compared after the same prompt.
+    """Return both conversations, trained from the first token on that is trained in either.
+
+    If one reply merges with the end of the prompt, the other is trained from that token on as well, so that both are
+    compared after the same prompt.
     """
     begins = [row.is_trained.index(True) for row in rows if any(row.is_trained)]
     if len(begins) < len(rows):
@@ -137,7 +135,7 @@ def _begun_together(rows: list[EncodedRow]) -> list[EncodedRow]:
 
 
 def _num_shared(chosen: EncodedRow, rejected: EncodedRow) -> int:
-    """Tokens that both begin with and neither trains, without the last of them: it predicts the first of a reply."""
+    """Return the number of untrained tokens that both begin with, without the last: it predicts a reply's first."""
     shared = 0
     for first, second in zip(
         zip(chosen.input_ids, chosen.is_trained, strict=True),

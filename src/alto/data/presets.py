@@ -12,16 +12,15 @@ __all__ = ["PRESETS", "Preset", "find_preset", "nearest_preset"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preset:
-    """A hub dataset and its defaults; a task's own keys win over them.
+    """A hub dataset and its defaults, which a task's own keys override.
 
     Attributes:
-        names: Names of it in a task, besides ``hub_id``.
-        max_length: Tokens of a row: those of its authors' own recipes, and for GSM8K what holds every row.
-        config: Configuration on the hub; None where there is one only.
-        form: Form of the rows.
-        train_split, test_split: Splits on the hub; no test split where rows are held out of the training split.
-        row_counts: Training, validation and test rows drawn from the training split with the task's ``data_seed``;
-            None where its rows are used as they are.
+        names: Names of the dataset in a task, besides ``hub_id``.
+        max_length: Tokens at which a row is cut: the value of its authors' own recipes; for GSM8K, enough for all rows.
+        config: Configuration on the hub; None if there is only one.
+        train_split, test_split: Splits on the hub; there is no test split if rows are held out of the training split.
+        row_counts: Numbers of training, validation and test rows drawn from the training split with the task's
+            ``data_seed``; None if its rows are used as they are.
     """
 
     names: tuple[str, ...]
@@ -68,12 +67,12 @@ PRESETS = (
 
 
 def find_preset(name: str) -> Preset | None:
-    """The preset called ``name``, in any case of letters."""
+    """Return the preset called ``name``, in upper or lower case."""
     wanted = name.lower()
     return next((preset for preset in PRESETS if wanted in (*preset.names, preset.hub_id.lower())), None)
 
 
 def nearest_preset(name: str) -> str | None:
-    """The preset's name that ``name`` is probably meant for."""
+    """Return the name of the preset that is probably meant by ``name``; None if none is similar."""
     near = difflib.get_close_matches(name.lower(), [name for preset in PRESETS for name in preset.names], n=1)
     return near[0] if near else None

@@ -29,22 +29,17 @@ def preview_rows(
     limits: ModelLimits | None = None,
     head: HeadStore | None = None,
 ) -> DataPreview:
-    """Counts of ``rows`` encoded with ``tokenizer`` and the model's ``limits``, and the first ``num_rows`` examples.
+    """Encode ``rows`` and return their counts and the first ``num_rows`` examples.
 
     Args:
-        rows: Rows of the task.
-        tokenizer: Tokenizer of the base model.
-        task: The task.
-        num_rows: Number of examples.
-        limits: Limits of the model; None where it has none.
-        head: Store that took the first rows; None where all rows were read.
+        head: Store that kept only the first rows; None if all rows were read.
 
     Raises:
         DataError: See :meth:`TaskRows.encode`.
     """
     data = rows.encode(tokenizer, limits)
     is_cut = head is not None and head.is_cut
-    # How many rows there are to validate on, and which of them are trained too, a part of the rows does not tell.
+    # A part of the rows does not show how many validation rows there are, and how many of them are trained too.
     untold = reading_notes(len(rows.validation), data.num_shared) if is_cut else []
     lengths = data.train.sequence_lengths
     return DataPreview(
@@ -78,7 +73,7 @@ def _example(dataset: EncodedDataset, row: int, tokenizer: Any) -> PreviewExampl
 
 
 def _label(dataset: EncodedDataset, row: int) -> str:
-    """The names of a row's labels, or its numbers; empty where it has none."""
+    """Return the names of a row's labels, or its numbers; empty if it has none."""
     if dataset.classes is None or dataset.label_set is None:
         return ""
     label, names = dataset.classes[row], dataset.label_set.names
@@ -90,7 +85,7 @@ def _label(dataset: EncodedDataset, row: int) -> str:
 
 
 def _sequences(dataset: EncodedDataset, row: int) -> list[_Tokens]:
-    """Every sequence of a row as the model sees it, with its prefix."""
+    """Return every sequence of a row as the model sees it, with its prefix."""
     ids = dataset.input_ids[row].tolist()
     # A target is the token after its position.
     is_trained = [False, *(dataset.targets[row] >= 0).tolist()[:-1]]

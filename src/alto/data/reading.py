@@ -24,19 +24,18 @@ from alto.spec.method import find_method, learns_from_pairs
 __all__ = ["DEFAULT_VALIDATION_SHARE", "HeldoutRows", "TaskSources", "read_heldout_rows"]
 
 DEFAULT_VALIDATION_SHARE = 0.1
-"""Default share of validation rows, where neither the task nor its dataset defines them."""
+"""Default share of validation rows, if neither the task nor its dataset defines them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldoutRows:
-    """Rows to measure an adapter on, the name to report them under, and the tokens at which a row is cut.
+    """Rows to evaluate an adapter on.
 
     Attributes:
         name: Name of the rows in results.
-        rows: The rows.
-        max_length: Tokens at which a row is cut.
-        train_on: Tokens that the loss is of.
-        labels: Labels of the task; None where it has none.
+        max_length: Number of tokens at which a row is cut.
+        train_on: Tokens that the loss is computed on.
+        labels: Labels of the task; None if it has none.
     """
 
     name: str
@@ -47,7 +46,7 @@ class HeldoutRows:
 
 
 class TaskSources:
-    """The datasets that a task names, found and not read yet.
+    """The datasets that a task names, found but not read yet.
 
     Raises:
         DataFileNotFoundError, DataError, UnsupportedError: See :func:`open_source`.
@@ -66,21 +65,21 @@ class TaskSources:
 
     @property
     def num_bytes(self) -> int:
-        """About the size of their texts."""
+        """Approximate size of the texts, in bytes."""
         return sum(source.num_bytes for source in self._found.values())
 
     def find(self, name: str, key: str, keys: DataKeys) -> Source:
-        """As :func:`open_source`; a dataset is opened once."""
+        """Find a dataset as :func:`open_source` does, but open it only once."""
         place = (name, key, keys.dataset_name, keys.dataset_config, keys.dataset_train_split, keys.dataset_test_split)
         if place not in self._found:
             self._found[place] = open_source(name, key, keys)
         return self._found[place]
 
     def identity(self, folder: Path) -> list[Any]:
-        """What their rows are, as JSON values; it is another one when they have changed.
+        """Return JSON values that identify the rows, and change when the rows change.
 
         Args:
-            folder: Keeps digests of files.
+            folder: Folder for digests of files.
 
         Raises:
             DataError: See :func:`alto.data.identity.file_digest`.
@@ -88,11 +87,10 @@ class TaskSources:
         return [[*map(str, place), source.identity(folder)] for place, source in self._found.items()]
 
     def read(self, store: RowStore) -> TaskRows:
-        """Read and split them; of a mixture every source by itself, with the task's ``validation_split`` and
-        ``test_split`` of each.
+        """Read and split the datasets; every source of a mixture is split by itself, with the task's settings.
 
         Raises:
-            BadRowsError: Rows cannot be used, and these are not skipped, or all of a dataset's.
+            BadRowsError: Rows cannot be used and bad rows are not skipped, or no row of a dataset can be used.
             DataError: See :func:`find_layout`, :func:`split_rows`; a dataset cannot be read; or the rows are not of the
                 kind that the task's method learns from.
         """
@@ -100,7 +98,7 @@ class TaskSources:
 
 
 def _named_datasets(task: Task) -> Iterator[tuple[str, str, DataKeys]]:
-    """Name, key and other keys of every dataset of ``task``, training rows first."""
+    """Yield name, key and other keys of every dataset of ``task``, training rows first."""
     parts: list[tuple[str, DataKeys]] = [("dataset", task)]
     if task.sources:
         parts = [(f"dataset ({source.name})", task.of_source(source)) for source in task.sources]
@@ -113,7 +111,7 @@ def _named_datasets(task: Task) -> Iterator[tuple[str, str, DataKeys]]:
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """Reads the rows of a task into a store."""
+    """A reader of the rows of a task into a store."""
 
     task: Task
     find: Callable[[str, str, DataKeys], Source]
@@ -162,12 +160,12 @@ class _Reader:
         )
 
     def _of_dataset(self, keys: DataKeys, key: str, *, is_validated_apart: bool = False) -> TaskRows:
-        """The rows of one dataset.
+        """Read the rows of one dataset.
 
         Args:
-            keys: Of the task, or of one source of its mixture.
+            keys: Data keys of the task, or of one source of its mixture.
             key: The task's key that names the dataset, for messages.
-            is_validated_apart: Whether the rows to validate on are of another dataset, so that all are trained.
+            is_validated_apart: Whether another dataset holds the validation rows, so that all rows are trained.
         """
         source = self.find(keys.dataset_name, key, keys)
         splits = source.read(self.store)
@@ -218,8 +216,8 @@ class _Reader:
         )
 
     def _of_other(self, name: str, key: str, keys: DataKeys, like: TaskRows | ConvertedRows) -> ConvertedRows:
-        """The rows of the dataset that the task names under ``key``, of the same kind and with the labels of its
-        training rows: its split of that kind, where it has one."""
+        """Read the dataset that the task names under ``key``, as rows of the same kind and with the same labels as
+        ``like``; if it has a validation or test split (whichever ``key`` asks for), only that split."""
         source = self.find(name, key, keys)
         splits = source.read(self.store)
         own = splits.validation if key == "validation_dataset" else splits.test
@@ -229,7 +227,7 @@ class _Reader:
     def _convert_like(
         self, rows: Sequence[RawRow], source: Source, keys: DataKeys, key: str, like: TaskRows | ConvertedRows
     ) -> ConvertedRows:
-        """``rows`` of ``source`` as rows of the same kind and with the same labels as ``like``."""
+        """Convert ``rows`` of ``source`` to rows of the same kind and with the same labels as ``like``."""
         return convert_rows(
             rows,
             source.form,
@@ -246,12 +244,11 @@ class _Reader:
 
 
 def read_heldout_rows(task: Task, dataset: str | None) -> HeldoutRows:
-    """Rows to evaluate a finished adapter on; if possible, rows that were not used for training or selection.
+    """Read rows to evaluate a finished adapter on; if possible, rows that were not used for training or selection.
 
     Args:
-        dataset: A file, a preset or a hub dataset, whose test split is taken where it has one. None takes the rows
-            that the task tests on; where it names none, the test split of its dataset; where that has none, the task's
-            validation rows.
+        dataset: A file, a preset or a hub dataset, whose test split is used if it has one. None uses the task's test
+            rows; if it sets none, the test split of its dataset; if there is none, the task's validation rows.
 
     Raises:
         DataError: See :func:`open_source`, :meth:`TaskSources.read`.
@@ -309,13 +306,14 @@ def _check_same_labels(parts: Sequence[TaskRows]) -> None:
 
 
 def _learned(rows: Sequence[Row], method: str, store: RowStore = MEMORY) -> Sequence[Row]:
-    """``rows`` as ``method`` learns from them. It is called after they are split, so that both replies to a prompt are
-    on one side."""
+    """Return ``rows`` as ``method`` learns from them.
+
+    Call it after rows are split, so that both replies to a prompt are in the same split."""
     return store.keep(unpaired(rows)) if find_method(method).entry.is_labelled else rows
 
 
 def _wanted(rows: Sequence[Row]) -> list[Row]:
-    """``rows`` without undesirable replies and without labels: an adapter is measured on the replies that it is to
+    """Return ``rows`` without undesirable replies and without labels: an adapter is evaluated on replies that it should
     give."""
     return [
         row.unlabelled if isinstance(row, LabelledConversation) else row

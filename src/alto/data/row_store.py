@@ -1,4 +1,4 @@
-"""Where the rows of a task are between the file that they are read from and their tokens: in memory, or on disk."""
+"""Stores for the rows of a task between reading and tokenising: in memory, or on disk."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def writing_cache(folder: Path) -> Iterator[None]:
     """Translate a failure to write in ``folder``, a folder of the token cache.
 
     Raises:
-        RunWriteError: An `OSError` was raised inside; of a full disk a :class:`DiskFullError`.
+        RunWriteError: An ``OSError`` was raised inside; :class:`DiskFullError` if the disk is full.
     """
     try:
         yield
@@ -41,29 +41,29 @@ def writing_cache(folder: Path) -> Iterator[None]:
 
 
 def close_abandoned(file: IO[bytes]) -> None:
-    """Close a file that nobody reads any more; what is not on the disk yet may be lost."""
+    """Close a file that nobody reads any more; data that is not on the disk yet may be lost."""
     with contextlib.suppress(OSError):
         file.close()
 
 
 class RowStore(Protocol):
-    """Keeps rows until they are tokenised."""
+    """A store that keeps rows until they are tokenised."""
 
     def keep(self, rows: Iterable[Row]) -> Sequence[Row]:
-        """All of ``rows``, which are read once."""
+        """Store all ``rows``, which are read once."""
         ...
 
     def choose(self, rows: Sequence[Row], indices: Sequence[int]) -> Sequence[Row]:
-        """The rows with these indices, in the order of the indices."""
+        """Return the rows with these indices, in the order of the indices."""
         ...
 
     def chain(self, parts: Sequence[Sequence[Row]]) -> Sequence[Row]:
-        """The rows of all ``parts``, one part after the other."""
+        """Return the rows of all ``parts``, one part after the other."""
         ...
 
 
 class _MemoryStore:
-    """Keeps rows in lists."""
+    """A store that keeps rows in lists."""
 
     def keep(self, rows: Iterable[Row]) -> Sequence[Row]:
         return list(rows)
@@ -76,14 +76,11 @@ class _MemoryStore:
 
 
 MEMORY: RowStore = _MemoryStore()
-"""The store of data that fits into memory."""
+"""The store for data that fits into memory."""
 
 
 class HeadStore(_MemoryStore):
-    """Keeps the first rows of every dataset in lists; those after them are not read.
-
-    Args:
-        num_rows: Number of rows of each.
+    """A store that keeps the first ``num_rows`` rows of every dataset in lists, and does not read the others.
 
     Attributes:
         is_cut: Whether rows have been left out.
@@ -105,30 +102,30 @@ class HeadStore(_MemoryStore):
 
 
 class _ViewStore(_MemoryStore):
-    """Keeps rows in lists, and refers to parts of others where they are."""
+    """A store that keeps rows in lists, and refers to the parts of a chain instead of copying them."""
 
     def chain(self, parts: Sequence[Sequence[Row]]) -> Sequence[Row]:
         return Chain(parts)
 
 
 VIEWS: RowStore = _ViewStore()
-"""The store of rows that are somewhere already, in memory or on disk."""
+"""The store for rows that are already stored elsewhere, in memory or on disk."""
 
 
 class DiskStore:
-    """Keeps rows in files without names in ``folder``, which are gone when this process ends, in any way.
+    """A store that keeps rows in unnamed files in ``folder``, which are gone when this process ends, in any way.
 
-    In memory are eight bytes a row, and some rows of each file.
+    Eight bytes a row, and some rows of each file, are in memory.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def keep(self, rows: Iterable[Row]) -> Sequence[Row]:
-        """As :meth:`RowStore.keep`.
+        """Store all ``rows``, which are read once.
 
         Raises:
-            RunWriteError: They cannot be written; of a full disk a :class:`DiskFullError`.
+            RunWriteError: They cannot be written; :class:`DiskFullError` if the disk is full.
         """
         return _StoredRows(rows, self._folder)
 
@@ -140,7 +137,7 @@ class DiskStore:
 
 
 class _StoredRows(LazySequence[Row]):
-    """Rows in a file that has no name, in chunks; the chunk that was read last stays in memory."""
+    """Rows in an unnamed file, in chunks; the chunk that was read last stays in memory."""
 
     def __init__(self, rows: Iterable[Row], folder: Path) -> None:
         left = iter(rows)

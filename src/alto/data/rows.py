@@ -1,4 +1,4 @@
-"""A row of a dataset before its form is known, its faults, and quoting of its values in messages."""
+"""A row of a dataset before its form is known, the faults of rows, and quoting of their values in messages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _repr.maxlevel = 3
 
 
 class FaultKind(StrEnum):
-    """Kinds of faults of a row, as they follow a number of rows: "3 not JSON"."""
+    """Kinds of faults of a row, worded to follow a number of rows: "3 not JSON"."""
 
     NOT_JSON = "not JSON"
     NOT_UTF8 = "not UTF-8 text"
@@ -41,19 +41,14 @@ class FaultKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RowFault:
-    """Why a row cannot be used; ``reason`` is a sentence: "expected …, found …; remedy"."""
+    """The reason why a row cannot be used; ``reason`` is a sentence: "expected …, found …; remedy"."""
 
     kind: FaultKind
     reason: str
 
 
 class RowError(DataFormatError):
-    """One row cannot be used.
-
-    Args:
-        where: The row's place.
-        fault: Why.
-    """
+    """An error about one row, at the place ``where``, that cannot be used."""
 
     def __init__(self, where: str, fault: RowFault) -> None:
         super().__init__(f"{where}: {fault.reason}")
@@ -62,17 +57,17 @@ class RowError(DataFormatError):
 
 
 class ConversationError(DataError):
-    """One conversation cannot be tokenised with the chat template."""
+    """A conversation that cannot be tokenised with the chat template."""
 
 
 @dataclass(frozen=True, slots=True)
 class RawRow:
-    """Values by column.
+    """The values of one row by column.
 
     Attributes:
-        where: The place a message names: ``train.jsonl:7``.
-        values: Values by column; none where there is a fault.
-        fault: Why it could not be read; None where it could.
+        where: Place of the row, for messages: ``train.jsonl:7``.
+        values: Values by column; empty if there is a fault.
+        fault: The reason why the row could not be read; None if it could.
     """
 
     where: str
@@ -81,13 +76,14 @@ class RawRow:
 
 
 def quoted(value: object) -> str:
-    """``value`` shortened, with control characters, terminal escapes and broken letters written out."""
+    """Return ``value`` shortened, with control characters, terminal escapes and broken letters written out."""
     return _repr.repr(value)
 
 
 def listed(names: Iterable[str]) -> str:
-    """Names of columns, cleaned as :func:`quoted` does; ``none`` where there are none. A name that is empty, or has a
-    comma, or blanks around it, is in quotes."""
+    """Return names of columns, cleaned as :func:`quoted` does; ``none`` if there are none.
+
+    A name that is empty, or has a comma or surrounding spaces, is in quotes."""
     shown = [
         quoted(name)[1:-1] if name and name == name.strip() and "," not in name else quoted(name) for name in names
     ]

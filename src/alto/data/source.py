@@ -21,10 +21,10 @@ from alto.spec.data_keys import DataKeys
 __all__ = ["Source", "Splits", "open_source"]
 
 DEFAULT_MAX_LENGTH = 1024
-"""Default of ``max_length``, where neither a task nor a preset sets it."""
+"""Default of ``max_length``, if neither a task nor a preset sets it."""
 
 _SAVED_BY_DATASETS = ("dataset_dict.json", "state.json")
-"""A file of a folder that ``save_to_disk`` of the package datasets has written: of a ``DatasetDict``, of a
+"""Files of a folder that ``save_to_disk`` of the package datasets has written: of a ``DatasetDict``, and of a
 ``Dataset``."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -35,8 +35,8 @@ class Splits:
     """Rows of a dataset before their form is known.
 
     Attributes:
-        train: A file's rows, or those of the split to train on.
-        validation, test: The dataset's own; None where it has none.
+        train: Rows of a file, or of the split to train on.
+        validation, test: Rows of the dataset's own splits; None if it has none.
     """
 
     train: Sequence[RawRow]
@@ -49,12 +49,12 @@ class Source:
     """A dataset that was found, and whose rows are not read yet.
 
     Attributes:
-        read: Its rows; raises as :func:`alto.data.files.read_file` does.
-        identity: What the rows are, as JSON values; it is another one when they have changed. Takes the folder that
-            keeps digests of files.
-        num_bytes: About the size of its text.
-        form: Form of the rows, from a preset; ``auto`` elsewhere.
-        max_length: Tokens of a row, where a task leaves it open.
+        read: Function that reads the rows into a store; raises as :func:`alto.data.files.read_file` does.
+        identity: Function that returns JSON values which identify the rows and change when the rows change. Takes the
+            folder for digests of files.
+        num_bytes: Approximate size of the text, in bytes.
+        form: Form of the rows, from a preset; ``auto`` otherwise.
+        max_length: Number of tokens at which a row is cut, if the task sets none.
     """
 
     read: Callable[[RowStore], Splits]
@@ -65,16 +65,16 @@ class Source:
 
 
 def open_source(name: str, key: str, task: DataKeys) -> Source:
-    """The dataset that ``task`` calls ``name``: a file that exists wins over any other meaning.
+    """Find the dataset that ``task`` calls ``name``; an existing file wins over any other meaning.
 
     Args:
-        task: Its keys about data; of one source of a mixture, those of the source.
-        key: Key of the task that holds ``name``, for messages. Where ``name`` is the task's own dataset, its
-            configuration and splits hold too.
+        name: Name of the dataset. If it is the task's own dataset, the task's configuration and splits apply.
+        key: The task's key that holds ``name``, for messages.
+        task: Data keys of the task, or of one source of its mixture.
 
     Raises:
         DataFileNotFoundError: There is no such file, preset or hub dataset.
-        DataError: It cannot be reached, or lacks a split.
+        DataError: The dataset cannot be reached, or lacks a split.
         UnsupportedError: A package that reads it is not installed.
     """
     is_own = name == task.dataset
@@ -117,12 +117,12 @@ def open_source(name: str, key: str, task: DataKeys) -> Source:
 def _exists(path: Path) -> bool:
     try:
         return path.exists()
-    except OSError:  # too long for the name of a file
+    except OSError:  # the name is too long for a file
         return False
 
 
 def _file(path: Path, name: str, key: str, task: DataKeys | None) -> Source:
-    """The file ``path``; ``task`` is given where its keys about splits apply to it."""
+    """Return the source of the file ``path``; ``task`` is given if its keys about splits apply to the file."""
     if not path.is_file() and not path.is_dir():
         raise DataFileNotFoundError(
             f"{key}: expected a file, found a pipe or device at {path}; write the rows to a file and name that"

@@ -19,7 +19,7 @@ Row = TypeVar("Row")
 
 
 def sample_rows(rows: Sequence[Row], count: int | None, seed: int, *, store: RowStore = MEMORY) -> Sequence[Row]:
-    """``count`` of ``rows`` drawn with a fixed seed, in their original order; all of them when ``count`` is None."""
+    """Draw ``count`` of ``rows`` with a fixed seed, in their original order; return all if ``count`` is None."""
     if count is None or count >= len(rows):
         return store.choose(rows, range(len(rows)))
     return store.choose(rows, sorted(random.Random(seed).sample(range(len(rows)), count)))
@@ -28,14 +28,11 @@ def sample_rows(rows: Sequence[Row], count: int | None, seed: int, *, store: Row
 def split_rows(
     rows: Sequence[Row], share: float, seed: int, *, key: str = "validation_split", store: RowStore = MEMORY
 ) -> tuple[Sequence[Row], Sequence[Row]]:
-    """Training rows and rows set aside, drawn with a fixed seed, each in original order.
+    """Split off rows drawn with a fixed seed; return training rows and rows set aside, each in original order.
 
     Args:
-        rows: All rows.
-        share: Share of the rows set aside, in (0, 1).
-        seed: Seed of the split.
-        key: The task's key of that share, for messages.
-        store: Keeps the rows.
+        share: Share of the rows to set aside, in (0, 1).
+        key: The task's key for that share, for messages.
 
     Raises:
         DataError: There are fewer than two rows to split.
@@ -54,7 +51,7 @@ def split_rows(
 def carve_rows(
     rows: Sequence[Row], counts: Sequence[int], seed: int, *, store: RowStore = MEMORY
 ) -> list[Sequence[Row]]:
-    """Disjoint parts of ``counts`` rows, drawn with a fixed seed, each in original order.
+    """Draw disjoint parts of ``counts`` rows with a fixed seed, each in original order.
 
     Raises:
         DataError: There are fewer rows than ``counts`` add up to.
@@ -71,13 +68,8 @@ def carve_rows(
 class DataOrder:
     """The rows of each step of a job: every epoch has its own shuffle, which depends only on seed and epoch.
 
-    The last batch of an epoch holds what is left, as in Hugging Face's Trainer. The rows of any step can be computed at
-    any time, so a job that is parked or resumed needs no random state.
-
-    Args:
-        num_rows: Rows of the training split.
-        batch_size: Rows of a step.
-        seed: Seed of the shuffles.
+    The last batch of an epoch holds the remaining rows, as in Hugging Face's Trainer. The rows of any step can be
+    computed at any time, so a job that is parked or resumed needs no random state.
     """
 
     def __init__(self, num_rows: int, batch_size: int, seed: int) -> None:
@@ -89,7 +81,7 @@ class DataOrder:
         self._permutation_N = torch.empty(0, dtype=torch.int64)
 
     def rows_of_step(self, step: int) -> list[int]:
-        """Row numbers of the step with 0-based index ``step``."""
+        """Return the row numbers of the step with 0-based index ``step``."""
         epoch, position = divmod(step, self._steps_per_epoch)
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)

@@ -13,7 +13,7 @@ from alto.data.row_store import VIEWS
 __all__ = ["SPLITS", "EvaluationSplit", "TaskData"]
 
 EvaluationSplit: TypeAlias = Literal["validation", "test"]
-"""Rows that nothing is trained on."""
+"""A split that is not trained on."""
 
 SPLITS = ("train", "validation", "test")
 """Names of the splits, in order."""
@@ -24,15 +24,14 @@ class TaskData:
     """The rows of a task, tokenised.
 
     Attributes:
-        train: Training rows.
-        validation: Validation rows; empty where a winner is trained again on all rows.
-        test: Rows that nothing is trained on or selected by; None where there are none.
-        num_shared: Validation rows that are training rows too.
-        num_bad: Rows left out because they cannot be used.
+        validation: Validation rows; empty if a winner is trained again on all rows.
+        test: Rows that are used neither for training nor for selection; None if there are none.
+        num_shared: Number of validation rows that are also training rows.
+        num_bad: Number of rows left out because they cannot be used.
         notes: Notices about the data, as sentences.
-        form: Form of the training rows, of a mixture that of the first source; empty where it is not known.
-        of_messages: Whether replies of these rows are lists of messages, not texts.
-        max_length: Tokens at which a row is cut; None where it is not known.
+        form: Form of the training rows; for a mixture, that of the first source; empty if unknown.
+        of_messages: Whether replies are lists of messages rather than texts.
+        max_length: Number of tokens at which a row is cut; None if unknown.
     """
 
     train: EncodedDataset
@@ -47,7 +46,7 @@ class TaskData:
 
     @property
     def splits(self) -> tuple[EncodedDataset, ...]:
-        """Training, validation and test rows, as far as there are some."""
+        """The training, validation and test rows, without empty splits."""
         return tuple(self.named_splits.values())
 
     @property
@@ -62,20 +61,20 @@ class TaskData:
         return len(self.validation) > 0
 
     def held_out(self, split: EvaluationSplit) -> EncodedDataset:
-        """The validation or the test rows, which there have to be."""
+        """Return the validation or the test rows, which have to exist."""
         dataset = self.validation if split == "validation" else self.test
         assert dataset is not None, f"the task has no {split} rows"
         assert len(dataset), f"the task has no {split} rows"
         return dataset
 
     def with_splits(self, splits: Sequence[EncodedDataset]) -> Self:
-        """The same data with other ``splits``, as many and in the same order."""
+        """Return the same data with other ``splits``, as many and in the same order."""
         named: dict[str, Any] = dict(zip(self.named_splits, splits, strict=True))
         return replace(self, **named)
 
     def with_all_rows(self) -> Self:
-        """The same data with the validation rows behind the training rows, source by source, and none to validate
-        on."""
+        """Return the same data with the validation rows behind the training rows, source by source, and no validation
+        rows."""
         notes = reading_notes(len(self.validation), self.num_shared)
         return replace(
             self,
@@ -86,7 +85,7 @@ class TaskData:
         )
 
     def counts(self) -> dict[str, int]:
-        """Rows and tokens of every split, what was cut or left out, and the validation rows that are trained too."""
+        """Return the numbers of rows and tokens of every split, of rows cut or left out, and of shared rows."""
         counts = {
             f"{name}_{what}": count
             for name, split in self.named_splits.items()
@@ -105,7 +104,7 @@ class TaskData:
 
 
 def _together(train: EncodedDataset, validation: EncodedDataset) -> EncodedDataset:
-    """The rows of both, one after the other; of a mixture, source by source."""
+    """Concatenate both datasets; for a mixture, source by source."""
     if not train.sources:
         return joined([train, validation], store=VIEWS)
     parts: dict[str, list[EncodedDataset]] = {name: [] for name, _ in train.sources}

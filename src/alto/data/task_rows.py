@@ -1,4 +1,4 @@
-"""The rows of a task before they are tokenised, and how they are."""
+"""The rows of a task before they are tokenised, and their tokenisation."""
 
 from __future__ import annotations
 
@@ -34,20 +34,19 @@ from alto.spec import OnBadRow, TrainOn
 __all__ = ["NewWriter", "ReadRows", "TaskRows", "encode_rows"]
 
 Sources: TypeAlias = tuple[tuple[str, int], ...]
-"""Names and numbers of rows of the sources of a split."""
+"""Name and number of rows of each source of a split."""
 
 NewWriter: TypeAlias = Callable[[str], RowWriter]
-"""Makes what takes the rows of the split with the given name."""
+"""Function that makes the writer for the rows of the split with the given name."""
 
 
 class ReadRows(Protocol):
-    """The rows of a task, read and not tokenised yet.
+    """The rows of a task, read but not tokenised yet.
 
     Attributes:
-        validation: Validation rows.
-        layout: Form and columns of the training rows; of a mixture those of the first source.
-        max_length: Tokens at which a row is cut.
-        labels: Reads the labels of texts; None where rows are no texts with labels.
+        layout: Form and columns of the training rows; for a mixture, those of the first source.
+        max_length: Number of tokens at which a row is cut.
+        labels: Reader of the labels of texts; None if the rows are not labelled texts.
     """
 
     @property
@@ -63,7 +62,7 @@ class ReadRows(Protocol):
     def labels(self) -> LabelReader | None: ...
 
     def encode(self, tokenizer: Any, limits: ModelLimits | None = None) -> TaskData:
-        """As :meth:`TaskRows.encode`."""
+        """Tokenise every split; see :meth:`TaskRows.encode`."""
         ...
 
 
@@ -76,19 +75,16 @@ class TaskRows:
     """The rows of a task before tokenisation; they need no tokenizer and no base model.
 
     Attributes:
-        train: Training rows.
-        validation: Validation rows.
-        test: Rows that nothing is trained on or selected by; None where there are none.
-        layout: Form and columns of the training rows; of a mixture those of the first source.
-        max_length: Tokens at which a row is cut.
+        test: Rows that are used neither for training nor for selection; None if there are none.
+        layout: Form and columns of the training rows; for a mixture, those of the first source.
+        max_length: Number of tokens at which a row is cut.
         unread_columns: Columns of the dataset without a role, each with the number of rows that have a value there.
         bad_rows: Rows that were left out because they cannot be used, by dataset.
-        on_bad_row: What is done about rows that the chat template refuses.
-        train_on: Which tokens of a row are trained.
-        train_sources, validation_sources: Of a mixture the name and the rows of every source, in the order in which
-            they lie in the split; empty where its rows are of one dataset.
-        labels: Reads the labels of texts; None where rows are no texts with labels.
-        store: Where the rows are.
+        on_bad_row: Treatment of rows that the chat template refuses.
+        train_on: The tokens of a row that are trained.
+        train_sources, validation_sources: Name and number of rows of every source of a mixture, in the order of the
+            rows; empty if the rows are of one dataset.
+        labels: Reader of the labels of texts; None if the rows are not labelled texts.
     """
 
     train: Sequence[Row]
@@ -111,12 +107,12 @@ class TaskRows:
         """Tokenise every split.
 
         Args:
-            limits: Those of the model; None where it sets none.
-            new_writer: Makes what takes the rows of a split, or of one source of it; called with the split's name.
+            new_writer: Function that makes the writer for a split, or for one source of it; called with the split's
+                name.
 
         Raises:
             DataError: See :func:`encode_dataset`, :func:`encode_pairs`; or the tokenizer leaves replies without an end.
-            ModelError: The model has no embedding of a token.
+            ModelError: The model has no embedding for a token.
         """
         limits = limits or ModelLimits()
         limit = row_limit(self.max_length, limits)
@@ -170,7 +166,7 @@ class TaskRows:
 
 
 def _conversations(rows: Sequence[Row]) -> Iterator[Conversation]:
-    """All conversations of ``rows``; a pair is two."""
+    """Return all conversations of ``rows``; a pair is two."""
     return (
         conversation
         for row in rows
@@ -191,19 +187,18 @@ def encode_rows(
     labels: LabelSet | None = None,
     writer: RowWriter | None = None,
 ) -> EncodedDataset:
-    """Tokenise rows of any kind, all of one; see :func:`encode_dataset`, :func:`encode_pairs` and
-    :func:`encode_labelled_texts`.
+    """Tokenise rows of one kind: conversations, pairs or labelled texts.
+
+    See :func:`encode_dataset`, :func:`encode_pairs` and :func:`encode_labelled_texts`.
 
     Args:
-        rows: All conversations, all pairs, or all texts with labels.
+        rows: All conversations, all pairs, or all labelled texts.
         tokenizer: Tokenizer of the base model.
-        max_length: Tokens at which a row is cut.
         what: Name of the split for messages.
-        limits: Limits of the model; None where it has none.
-        on_bad_row: What is done about rows that the chat template refuses.
-        train_on: Which tokens of a conversation are trained; of pairs, replies are.
-        labels: The labels of texts.
-        writer: Takes the tokenised rows; None keeps them in memory. Texts with labels are always in memory.
+        on_bad_row: Treatment of rows that the chat template refuses.
+        train_on: The tokens of a conversation that are trained; of pairs, always the replies.
+        labels: All labels; needed for labelled texts.
+        writer: Receives the tokenised rows; None keeps them in memory. Labelled texts are always in memory.
     """
     if rows and isinstance(rows[0], LabelledText):
         assert labels is not None, "texts with labels come with what labels there are"

@@ -1,4 +1,4 @@
-"""Applies a tokenizer's chat template, and finds the parts of conversations that it leaves out."""
+"""Applies a tokenizer's chat template, and finds parts of conversations that it leaves out."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ _PLAIN_ROLES = ("system", "developer", "user", "assistant")
 class ChatTemplate:
     """Writes conversations with the chat template of ``tokenizer``.
 
-    The template gets the row's own messages, with two exceptions for templates that accept only one of two equivalent
-    forms: ``developer`` becomes ``system`` where the template does not name it; and where it fails, arguments of calls
-    become JSON text, and content that is missing beside calls becomes empty.
+    The template gets the row's own messages. There are two exceptions, for templates that accept only one of two
+    equivalent forms: ``developer`` becomes ``system`` if the template does not name it; and if the template fails,
+    arguments of calls become JSON text, and content that is missing beside calls becomes empty.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
 
     def is_marked(self, conversation: Conversation) -> bool:
-        """Whether the template itself marks the assistant's tokens: ``{% generation %}``."""
+        """Return whether the template itself marks the assistant's tokens: ``{% generation %}``."""
         return _GENERATION.search(self._source(conversation)) is not None
 
     def text(self, conversation: Conversation, *, open_turn: bool) -> str:
-        """``conversation`` as the template writes it, followed by the opening of a reply if requested.
+        """Return ``conversation`` as the template writes it, followed by the opening of a reply if ``open_turn``.
 
         Raises:
             ConversationError: The template refuses the turns, or fails.
@@ -57,10 +57,10 @@ class ChatTemplate:
         )
 
     def marked_tokens(self, conversation: Conversation) -> tuple[list[int], list[bool]]:
-        """Token ids of ``conversation``, and for each whether the template marks it as the assistant's.
+        """Return the token ids of ``conversation``, and for each whether the template marks it as the assistant's.
 
         Raises:
-            DataError: As :meth:`text`.
+            ConversationError: See :meth:`text`.
         """
         found = self._first(
             conversation,
@@ -75,8 +75,9 @@ class ChatTemplate:
         return list(found["input_ids"]), [bool(mark) for mark in found["assistant_masks"]]
 
     def beginnings(self, conversation: Conversation, *, open_turn: bool) -> Beginnings | None:
-        """As :meth:`text`, with the texts of all beginnings; None where these cannot be told from the whole: the
-        tokenizer has code of its own, or the template fails on the row's own form of the messages."""
+        """Return the texts of :meth:`text` for all beginnings; None if they cannot be derived from the whole text.
+
+        They cannot if the tokenizer has its own template code, or the template fails on the row's own messages."""
         beside = _beside(conversation)
         if not self._is_transparent or not self._settings.isdisjoint(beside):
             return None
@@ -91,17 +92,17 @@ class ChatTemplate:
 
     @cached_property
     def _settings(self) -> Set[str]:
-        """Arguments of transformers' function that are not just given to the template."""
+        """Arguments of transformers' function that are not simply passed to the template."""
         return inspect.signature(self.tokenizer.apply_chat_template).parameters.keys() - {"tools"}
 
     def _first(self, conversation: Conversation, render: Callable[[list[dict[str, Any]], dict[str, Any]], Any]) -> Any:
-        """The result of ``render`` for the first form of the messages that the template accepts."""
+        """Return the result of ``render`` for the first form of the messages that the template accepts."""
         beside = _beside(conversation)
         refusal = None
         for messages in self._forms(conversation):
             try:
                 return render(messages, beside)
-            except Exception as error:  # a template is a program: it may raise anything
+            except Exception as error:  # a template is a program and may raise anything
                 refusal = refusal or error
         roles = ", ".join(message.role for message in conversation)
         raise ConversationError(
@@ -110,7 +111,7 @@ class ChatTemplate:
         ) from refusal
 
     def _forms(self, conversation: Conversation) -> Iterator[list[dict[str, Any]]]:
-        """The same messages in the forms that templates accept: the row's own first."""
+        """Yield the same messages in the forms that templates accept, the row's own form first."""
         own = [self._message(message, conversation) for message in conversation]
         yield [_given(message) for message in own]
         has_calls = any(message.get("tool_calls") for message in own)
@@ -137,12 +138,10 @@ class TurnTexts:
     """The template's texts of a conversation and of its beginnings.
 
     Args:
-        template: The template.
-        conversation: The whole.
-        is_recorded: Whether so many beginnings are asked for that it is worth to render the whole for all of them.
+        is_recorded: Whether enough beginnings are needed to make it worthwhile to render the whole for all of them.
 
     Attributes:
-        whole: Text of the whole.
+        whole: Text of the whole conversation.
 
     Raises:
         ConversationError: See :meth:`ChatTemplate.text`.
@@ -158,7 +157,7 @@ class TurnTexts:
             self._recorded = {False: closed, True: template.beginnings(conversation, open_turn=True)}
 
     def text(self, num_turns: int, *, open_turn: bool) -> str:
-        """As :meth:`ChatTemplate.text`, of the first ``num_turns`` turns."""
+        """Return the template's text of the first ``num_turns`` turns; see :meth:`ChatTemplate.text`."""
         if num_turns == len(self._conversation) and not open_turn:
             return self.whole
         recorded = self._recorded.get(open_turn)
@@ -167,11 +166,11 @@ class TurnTexts:
 
 
 def given_keys(conversation: Conversation) -> dict[str, int]:
-    """The parts of ``conversation`` beside the texts of its turns, each with its number.
+    """Return the parts of ``conversation`` beside the texts of its turns, each with its count.
 
     These are keys of messages; ``tools`` and other arguments of the template, as ``row: tools``; turns of roles that
-    many templates do not support, as ``role: tool``; and :data:`PARALLEL_CALLS`, of which some templates write only
-    the first.
+    many templates do not support, as ``role: tool``; and :data:`PARALLEL_CALLS`, because some templates write only the
+    first of several calls.
     """
     counts: dict[str, int] = {f"row: {name}": 1 for name, value in _beside(conversation).items() if value}
     for message in conversation:
@@ -186,8 +185,8 @@ def given_keys(conversation: Conversation) -> dict[str, int]:
 
 
 def without_key(conversation: Conversation, name: str) -> Conversation:
-    """``conversation`` without the part that :func:`given_keys` names ``name``; turns of a role stay, with another
-    text."""
+    """Return ``conversation`` without the part that :func:`given_keys` calls ``name``; turns of a role stay, with a
+    changed text."""
     kind, _, of_kind = name.partition(": ")
     turns: Sequence[Message] = conversation
     beside = _beside(conversation)
@@ -203,7 +202,7 @@ def without_key(conversation: Conversation, name: str) -> Conversation:
 
 
 def _beside(conversation: Conversation) -> dict[str, Any]:
-    """The arguments of the template beside the turns."""
+    """Return the arguments of the template beside the turns."""
     text = conversation.template_arguments if isinstance(conversation, ConversationWithTools) else ""
     arguments: dict[str, Any] = json.loads(text) if text else {}
     return arguments
@@ -229,7 +228,7 @@ def _stripped(turn: Message, name: str) -> Message:
 
 
 def _given(message: dict[str, Any]) -> dict[str, Any]:
-    """Null values are left out: some versions of transformers leave them out, and templates would write ``None``."""
+    """Drop null values: some versions of transformers drop them too, and templates would write ``None``."""
     return {key: value for key, value in message.items() if value is not None}
 
 

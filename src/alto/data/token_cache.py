@@ -1,9 +1,9 @@
 """The token cache: tokenised data of tasks on disk, made once, and read by every process that needs the same tokens.
 
-A folder for every data set, named by a digest of all that its tokens depend on: the content of its files, the keys of
-the task, the tokenizer with its template, the model's limits, and ALTO's own code. It is written under another name
-and renamed when it is complete, so it is there as a whole or not at all; while one process writes it, others that need
-it wait.
+Every data set has a folder, named by a digest of everything that its tokens depend on: the content of its files, the
+keys of the task, the tokenizer with its template, the model's limits, and ALTO's own code. The folder is written under
+another name and renamed when complete, so it exists as a whole or not at all. While one process writes it, others that
+need it wait.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from alto.runs import LockFile, replace_file, sync_folder
 __all__ = ["Encode", "TokenCache"]
 
 Encode: TypeAlias = Callable[[Callable[[str], RowWriter]], TaskData]
-"""Tokenises the data of a task; takes what makes a writer for the split of a given name."""
+"""Function that tokenises the data of a task; takes a function that makes the writer for the split of a given name."""
 
 _FACTS = "data.json"
 _FOREVER_S = 10.0**9
@@ -42,7 +42,7 @@ _KEPT_S = 30 * 24 * 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StoredPart:
-    """The files of the rows of a split, or of one source of it: ``files`` by name, with their size and SHA-256."""
+    """The files of the rows of a split, or of one of its sources: ``files`` has size and SHA-256 by file name."""
 
     folder: str
     files: Mapping[str, tuple[int, str]]
@@ -50,7 +50,7 @@ class _StoredPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StoredSplit:
-    """A split: its parts, whether its rows have labels, and the facts of its :class:`EncodedDataset`."""
+    """A split: its parts, whether its rows have labels, and the other facts of its :class:`EncodedDataset`."""
 
     parts: tuple[_StoredPart, ...]
     is_labelled: bool
@@ -84,7 +84,7 @@ _OWN_FACTS = tuple(field.name for field in fields(_StoredSplit) if field.name no
 
 
 class _DamageError(Exception):
-    """What is in the cache is not what was written."""
+    """Data in the cache that differs from what was written."""
 
 
 @contextlib.contextmanager
@@ -96,7 +96,7 @@ def _noticing_damage() -> Iterator[None]:
 
 
 class TokenCache:
-    """The cache in ``folder``, which is made where it is missing."""
+    """The cache in ``folder``, which is created if missing."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -104,16 +104,15 @@ class TokenCache:
             folder.mkdir(parents=True, exist_ok=True)
 
     def data(self, name: str, encode: Encode) -> TaskData:
-        """The tokenised data with the given name; where it is not there, or damaged, it is made by ``encode``.
+        """Return the tokenised data called ``name``; if it is missing or damaged, make it with ``encode``.
 
         Args:
-            name: A digest of all that the tokens depend on.
-            encode: Tokenises the data.
+            name: A digest of everything that the tokens depend on.
 
         Raises:
-            RunWriteError: The cache cannot be written, or does not hold what was written; of a full disk a
-                :class:`DiskFullError`.
-            DataError: As ``encode`` does.
+            RunWriteError: The cache cannot be written (:class:`DiskFullError` if the disk is full), or does not hold
+                what was written.
+            DataError: ``encode`` raises it.
         """
         entry = self.folder / name
         damage: _DamageError | None = None
@@ -143,7 +142,7 @@ class TokenCache:
 
     @contextlib.contextmanager
     def locked(self, name: str) -> Iterator[None]:
-        """Wait until no other process works on what has this name, and keep others waiting inside."""
+        """Wait until no other process holds the lock ``name``, and hold it inside the ``with`` block."""
         lock = LockFile(self.folder / f"{name}.lock")
         with writing_cache(self.folder):
             lock.acquire(_FOREVER_S)
@@ -181,7 +180,7 @@ class TokenCache:
             raise
 
     def _remove_unused(self) -> None:
-        """Remove what no task has used for a month."""
+        """Remove data that no task has used for a month."""
         for found in self.folder.iterdir():
             with contextlib.suppress(OSError):  # another process removes it, or another user owns it
                 if found.suffix != ".lock" and time.time() - found.stat().st_mtime > _KEPT_S:
@@ -201,10 +200,10 @@ def _stored(data: TaskData, parts: Sequence[Sequence[tuple[str, TokenWriter]]]) 
 
 
 def _open(entry: Path) -> tuple[_StoredData, TaskData]:
-    """What is stored in the folder ``entry``, and the data that it is; the content of its files is not checked.
+    """Return the facts stored in the folder ``entry``, and its data; the content of its files is not checked.
 
     Raises:
-        OSError, ValueError: It is damaged.
+        OSError, ValueError: The folder is damaged.
     """
     stored = _CODEC.validate_json((entry / _FACTS).read_bytes())
     train, validation, *test = (_dataset(entry, split) for split in stored.splits)
@@ -240,8 +239,7 @@ def _chained(parts: Sequence[EncodedRows]) -> EncodedRows:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file, or a folder with all that is in it; a folder gets another name first, so that nobody reads a part
-    of it."""
+    """Remove a file, or a folder with its content; a folder is renamed first, so that nobody reads a part of it."""
     if not path.is_dir():
         path.unlink(missing_ok=True)
         return

@@ -26,10 +26,10 @@ _ID_TYPE, _MASK_TYPE, _ROW_TYPE = np.dtype("<u4"), np.dtype("u1"), np.dtype("<i8
 _BUFFER_BYTES = 2**20
 _BLOCK_ROWS = 4096
 _RESIDENT_BYTES = 2**25
-"""Bytes of one file that are read before its pages are given back to the operating system."""
+"""Number of bytes of one file that are read before its pages are given back to the operating system."""
 
 _FAULT_BYTES = 2**16
-"""Bytes that the kernel may map at once where one page is read."""
+"""Number of bytes that the kernel may map when a single page is read."""
 
 FileFacts = Mapping[str, tuple[int, str]]
 """Size in bytes and SHA-256 of each file, by its name."""
@@ -41,11 +41,11 @@ class _Row(NamedTuple):
     """The numbers of one row.
 
     Attributes:
-        start: Tokens of all rows before it.
-        first_length, second_length: Tokens of its spans; 0 where there is no second one.
-        prefix: Tokens of the first span that the second one continues.
-        num_trained, num_chosen: As :class:`alto.data.dataset.EncodedDataset` has them.
-        is_desirable: Its label.
+        start: Number of tokens of all rows before it.
+        first_length, second_length: Number of tokens of its spans; 0 if there is no second span.
+        prefix: Number of tokens of the first span that the second one continues.
+        num_trained, num_chosen: See :class:`alto.data.dataset.EncodedDataset`.
+        is_desirable: Label of the reply.
     """
 
     start: int
@@ -70,10 +70,10 @@ _NUM_COLUMNS = len(_Row._fields)
 
 
 class TokenWriter:
-    """Writes the rows of a split into files of a new ``folder``.
+    """A writer of the rows of a split into files of a new ``folder``.
 
     Raises:
-        RunWriteError: They cannot be written; of a full disk a :class:`DiskFullError`.
+        RunWriteError: The files cannot be written; :class:`DiskFullError` if the disk is full.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -88,7 +88,7 @@ class TokenWriter:
         return self._num_rows
 
     def add(self, input_ids: Tensor, targets: Tensor, spans: tuple[Span, ...], *, is_desirable: bool = True) -> None:
-        """As :meth:`alto.data.dataset.RowWriter.add`."""
+        """Add one row; see :meth:`alto.data.dataset.RowWriter.add`."""
         is_trained = targets != IGNORED
         assert torch.equal(targets[:-1], input_ids[1:].where(is_trained[:-1], IGNORED)), "a target is the next token"
         assert not is_trained[-1], "the last token predicts nothing"
@@ -111,14 +111,14 @@ class TokenWriter:
             self._files[_ROWS].write(np.array(row, _ROW_TYPE).tobytes())
 
     def rows(self) -> EncodedRows:
-        """The rows that were added, once they are on the disk."""
+        """Return the added rows, after writing them to the disk."""
         with writing_cache(self._folder):
             self.facts = {name: file.finish() for name, file in self._files.items()}
         return open_rows(self._folder)
 
 
 class _HashedFile:
-    """A new file, with the digest of what is written into it."""
+    """A new file, and the digest of the data written to it."""
 
     def __init__(self, path: Path) -> None:
         self._file: IO[bytes] = path.open("xb", buffering=_BUFFER_BYTES)
@@ -132,7 +132,7 @@ class _HashedFile:
         self._num_bytes += len(data)
 
     def finish(self) -> tuple[int, str]:
-        """Size and digest of the file, which is on the disk now."""
+        """Write the file to the disk, and return its size and digest."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -140,7 +140,7 @@ class _HashedFile:
 
 
 def open_rows(folder: Path) -> EncodedRows:
-    """The rows that a :class:`TokenWriter` has written into ``folder``; each is read when it is used.
+    """Open the rows that a :class:`TokenWriter` has written into ``folder``; each row is read when it is used.
 
     Raises:
         OSError, ValueError: The files are missing or empty.
@@ -164,7 +164,7 @@ def check_files(folder: Path, facts: FileFacts) -> None:
 
     Raises:
         OSError: A file cannot be read.
-        ValueError: A file is not what was written.
+        ValueError: A file differs from what was written.
     """
     for name, (num_bytes, digest) in facts.items():
         with (folder / name).open("rb") as file:
@@ -174,8 +174,8 @@ def check_files(folder: Path, facts: FileFacts) -> None:
 
 
 class _MappedFile:
-    """Numbers of a file that is mapped into memory. Pages that were read are given back regularly, so that a process
-    that reads the whole file holds a part of it only."""
+    """Numbers in a memory-mapped file. Pages that were read are given back regularly, so that a process that reads the
+    whole file holds only a part of it."""
 
     def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
         with path.open("rb") as file:
@@ -187,7 +187,7 @@ class _MappedFile:
         return len(self._values)
 
     def read(self, start: int, stop: int) -> np.ndarray[Any, Any]:
-        """A copy of the numbers from ``start`` to ``stop - 1``, ``[stop - start]`` int64."""
+        """Return a copy of the numbers from ``start`` to ``stop - 1``, ``[stop - start]`` int64."""
         copied = self._values[start:stop].astype(np.int64)
         self._num_read_bytes += (stop - start) * self._values.itemsize + _FAULT_BYTES
         if self._num_read_bytes > _RESIDENT_BYTES:
@@ -208,7 +208,7 @@ class _StoredTokens:
         return len(self._rows) // _NUM_COLUMNS
 
     def rows(self, start: int, stop: int) -> Iterator[_Row]:
-        """The numbers of the rows from ``start`` to ``stop - 1``."""
+        """Yield the numbers of the rows from ``start`` to ``stop - 1``."""
         numbers = self._rows.read(start * _NUM_COLUMNS, stop * _NUM_COLUMNS)
         return map(_Row._make, numbers.reshape(-1, _NUM_COLUMNS).tolist())
 
@@ -223,7 +223,7 @@ class _StoredTokens:
 
 
 class _OfRows(LazySequence[Item]):
-    """What ``of_row`` makes of the numbers of every row."""
+    """The value of ``of_row`` for every row."""
 
     def __init__(self, tokens: _StoredTokens, of_row: Callable[[_Row], Item]) -> None:
         self._tokens = tokens

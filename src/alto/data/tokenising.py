@@ -1,4 +1,4 @@
-"""Tokens of texts: many texts in one call, and the number of first tokens that two texts share."""
+"""Tokens of texts: tokenises many texts in one call, and counts the first tokens that two texts share."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Wanted(NamedTuple):
     """A text to be tokenised.
 
     Attributes:
-        has_special: Whether with the special tokens that the tokenizer puts around a text.
-        has_starts: Whether the place of every token is wanted too.
+        has_special: Whether to add the special tokens that the tokenizer puts around a text.
+        has_starts: Whether the start of every token in the text is needed too.
     """
 
     text: str
@@ -25,8 +25,8 @@ class Wanted(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Token ids of a text, and the place of each one's first character; None where it is not wanted, or the tokenizer
-    is slow."""
+    """Token ids of a text, and the position of each token's first character; None if that is not needed, or the
+    tokenizer is slow."""
 
     ids: list[int]
     starts: list[int] | None = None
@@ -34,7 +34,7 @@ class Tokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Anchor:
-    """An added token in a text: what precedes it and what follows it are tokenised apart."""
+    """An added token in a text: the parts before and after it are tokenised separately."""
 
     index: int
     start: int
@@ -42,7 +42,7 @@ class _Anchor:
 
 
 class TextTokenizer:
-    """Tokenises texts with ``tokenizer``: with a fast one many in one call, on all cores of the machine unless the
+    """A tokenizer of texts. A fast ``tokenizer`` takes many texts in one call, on all cores of the machine unless the
     environment variable ``TOKENIZERS_PARALLELISM`` is ``false``."""
 
     def __init__(self, tokenizer: Any) -> None:
@@ -51,11 +51,11 @@ class TextTokenizer:
 
     @cached_property
     def is_fast(self) -> bool:
-        """Whether the tokenizer knows the places of its tokens, and takes many texts at once."""
+        """Whether the tokenizer knows the positions of its tokens, and takes many texts at once."""
         return bool(getattr(self._tokenizer, "is_fast", False))
 
     def tokens(self, wanted: Sequence[Wanted]) -> list[Tokens]:
-        """Tokens of every text, in order."""
+        """Tokenise every text, in order."""
         found: list[Tokens] = [Tokens([])] * len(wanted)
         for kind in {one[1:] for one in wanted}:
             places = [place for place, one in enumerate(wanted) if one[1:] == kind]
@@ -79,7 +79,7 @@ class TextTokenizer:
         ]
 
     def anchors(self, text: str, tokens: Tokens) -> list[_Anchor]:
-        """Return the added tokens that divide ``text``, in order; none where the tokenizer has code of its own."""
+        """Return the added tokens that divide ``text``, in order; none if the tokenizer has its own code."""
         starts = tokens.starts
         if starts is None:
             return []
@@ -91,11 +91,12 @@ class TextTokenizer:
         ]
 
     def num_before(self, before: str, text: str, ids: Sequence[int], anchors: Sequence[_Anchor]) -> int:
-        """Number of the first of ``ids``, the tokens of ``text``, that ``before`` begins with too.
+        """Return how many of ``ids``, the tokens of ``text``, are also the first tokens of ``before``.
 
-        Tokenizers take added tokens out of a text first, from left to right, the longest at every place, and tokenise
-        what is between them piece by piece. So both have the same tokens before an added token that both have, where
-        no other one can begin there that only one of them has; and ``before`` is tokenised from that one on.
+        Tokenizers first take the added tokens out of a text, from left to right and the longest at every position; then
+        they tokenise the parts between them one by one. So both texts have the same tokens up to an added token that
+        both have, unless another added token that only one of them has can begin there. Only the rest of ``before``,
+        from that added token on, is tokenised.
         """
         if text.startswith(before):
             num_anchors = bisect_right(anchors, len(before), key=lambda anchor: anchor.stop)
@@ -108,7 +109,7 @@ class TextTokenizer:
 
     @cached_property
     def _dividing(self) -> dict[int, str]:
-        """Ids and texts of added tokens that are found in a text whatever stands around them."""
+        """Ids and texts of added tokens that are found in a text whatever surrounds them."""
         tokenizer = self._tokenizer
         if not type(tokenizer).__module__.startswith("transformers.") or tokenizer.split_special_tokens:
             return {}
@@ -120,11 +121,11 @@ class TextTokenizer:
 
     @cached_property
     def _longest_added(self) -> int:
-        """Characters of the longest added token."""
+        """Number of characters of the longest added token."""
         return max(map(len, self._tokenizer.get_added_vocab()), default=0)
 
 
 def num_shared(first: Sequence[object], second: Sequence[object]) -> int:
-    """Length of the common prefix of both, which are of one type."""
+    """Return the length of the common prefix of two sequences of the same type."""
     length = min(len(first), len(second))
     return bisect_left(range(length), True, key=lambda place: first[: place + 1] != second[: place + 1])

@@ -1,4 +1,4 @@
-"""Checks that a live run ended its jobs as its policy decides when it is applied again."""
+"""Checks that a live run ended its jobs as its policy decides when it is applied to the journal again."""
 
 from __future__ import annotations
 
@@ -35,13 +35,11 @@ EXITS_FROM_OUTSIDE = (ExitReason.STOPPED, ExitReason.FAILED, ExitReason.BUDGET)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disagreement:
-    """A job whose exit in the journal differs from the one derived from its losses; each a reason and step, None for no
-    exit.
+    """A job whose exit in the journal differs from the exit derived from its losses.
 
     Attributes:
-        job: Job id.
-        journalled: Exit in the journal.
-        derived: Exit derived from the losses.
+        journalled: Reason and step of the exit in the journal; None for no exit.
+        derived: Reason and step of the exit derived from the losses; None for no exit.
     """
 
     job: str
@@ -50,10 +48,10 @@ class Disagreement:
 
 
 def audit(entries: Iterable[JournalEntry]) -> tuple[Disagreement, ...]:
-    """Derive every exit again from the losses of a journal and compare; empty if they agree.
+    """Derive every exit again from the losses of a journal and return the differences; empty if they agree.
 
     Raises:
-        RunError: As `selection_of`.
+        RunError: See `selection_of`.
     """
     entries = list(entries)
     journalled = exits_of(entries)
@@ -68,14 +66,14 @@ def audit(entries: Iterable[JournalEntry]) -> tuple[Disagreement, ...]:
 
 
 def selection_of(entries: Iterable[JournalEntry]) -> Selection:
-    """The selection after ``entries``: the same code decides again from the same losses.
+    """Return the selection after ``entries``: the same code decides again from the same losses.
 
-    Exits of the journal are derived again; only those from outside (stopped, failed) are copied. Entries of a job after
-    the selection has ended it are ignored.
+    Exits in the journal are derived again; only exits from outside (stopped, failed, budget) are copied. Entries of a
+    job after the selection has ended it are ignored.
 
     Raises:
-        RunError: No task was started, or the selection does not allow the order of entries: steps are missing, a job
-            trained past its rung, or a rung was decided before every job had reached it.
+        RunError: No task was started, or the order of the entries is impossible: steps are missing, a job trained past
+            its rung, or a rung was decided before every job had reached it.
     """
     entries = list(entries)
     started = start_of(entries)

@@ -1,7 +1,7 @@
 """Compares evaluations on different numbers of validation rows.
 
-All evaluations of a task follow one order of the validation rows: one on ``m`` rows takes the first ``m``. So two of
-them differ by what they differ by on the rows that both have seen.
+All evaluations of a task use the validation rows in one order: an evaluation on ``m`` rows takes the first ``m``. So
+two evaluations are compared by their mean difference on the rows that both have.
 """
 
 from __future__ import annotations
@@ -36,11 +36,10 @@ def on_scale_of(reference: LossPoint, point: P, weights: Sequence[float]) -> P:
     """Return ``point`` with a loss that can be compared with that of ``reference``: the loss of ``reference`` plus the
     mean difference of the two on the rows that both have.
 
-    Evaluations on equally many rows, or whose rows or losses are not known, stay as they are.
+    ``point`` is returned unchanged if both have equally many rows, or if rows are unknown or a loss is not finite.
 
     Args:
-        reference: An evaluation, whose loss is not changed.
-        point: An evaluation of the same or another job, or of what a job begins with.
+        point: An evaluation of the same or another job, or of a job before its first step.
         weights: Weight of every validation row, in the order of evaluation.
     """
     num_rows = min(len(reference.loss_rows), len(point.loss_rows))
@@ -54,8 +53,8 @@ def on_scale_of(reference: LossPoint, point: P, weights: Sequence[float]) -> P:
 
 
 def on_one_scale(points: Sequence[LossPoint], weights: Sequence[float]) -> list[LossPoint]:
-    """Return ``points`` with losses that can be compared with each other: all on the scale of the first of those with
-    the most rows."""
+    """Return ``points`` with losses that can be compared with each other: all on the scale of the first point with the
+    most rows."""
     if len({len(point.loss_rows) for point in points}) < 2:
         return list(points)
     finite = [point for point in points if math.isfinite(point.validation_loss)]

@@ -16,15 +16,15 @@ class Divergence(DivergenceSettings, Rule):
     """End a job whose smoothed training loss and validation loss rise together (Algorithm 1, pattern 1).
 
     The condition: the least-squares slopes of the last ``window`` smoothed training losses and of the last ``window``
-    validation losses, both sampled at evaluations, are at least ``tau_slope`` (of the loss, in its own unit, per
-    evaluation). It must hold at ``divergence_patience`` evaluations in a row. Before ``window`` evaluations there is no
-    slope and the condition does not hold.
+    validation losses, both sampled at evaluations, are at least ``tau_slope`` (in units of the loss per evaluation). It
+    must hold at ``divergence_patience`` evaluations in a row. Before ``window`` evaluations there is no slope and the
+    condition does not hold.
     """
 
     reason: ClassVar[str] = ExitReason.DIVERGING
 
     def judge(self, history: Sequence[LossPoint]) -> ExitDecision | None:
-        """The verdict for the last point of ``history``."""
+        """Return the verdict for the last point of ``history``."""
         return verdict_in_a_row(history, self._rises, patience=self.divergence_patience, reason=self.reason)
 
     def _rises(self, history: Sequence[LossPoint]) -> Evidence | None:
@@ -40,8 +40,8 @@ class Divergence(DivergenceSettings, Rule):
 
 
 def slope(values: Sequence[float]) -> float:
-    """Least-squares slope of ``values`` (two or more) over their positions 0, 1, …; exactly 0 for equal values."""
+    """Return the least-squares slope of ``values`` (two or more) over positions 0, 1, …; exactly 0 for equal values."""
     centre = (len(values) - 1) / 2
-    # Relative to the first value, so that rounding gives a plateau no slope.
+    # Values are taken relative to the first one, so that rounding gives equal values no slope.
     rise = sum((position - centre) * (value - values[0]) for position, value in enumerate(values))
     return rise / sum((position - centre) ** 2 for position in range(len(values)))

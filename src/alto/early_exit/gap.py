@@ -22,7 +22,7 @@ class OverfittingGap(GapSettings, Rule):
     reason: ClassVar[str] = ExitReason.OVERFITTING
 
     def judge(self, history: Sequence[LossPoint]) -> ExitDecision | None:
-        """The verdict for the last point of ``history``."""
+        """Return the verdict for the last point of ``history``."""
         return verdict_in_a_row(history, self._lies_apart, patience=self.overfitting_patience, reason=self.reason)
 
     def _lies_apart(self, history: Sequence[LossPoint]) -> Evidence | None:

@@ -1,4 +1,4 @@
-"""Reads the entries of a run's journal for this package."""
+"""Reads loss curves, evaluations before the first step, and exits from the entries of a run's journal."""
 
 from __future__ import annotations
 
@@ -27,17 +27,15 @@ __all__ = ["Curves", "curves_of", "exits_of", "loss_of", "start_of", "start_valu
 
 @dataclass(slots=True)
 class Curves:
-    """The losses of one job by step, the scores of its evaluations by the task's metric, and those of the base.
+    """The losses, scores and metrics of one job by step, and its evaluation before the first step.
 
     Attributes:
-        start: Evaluation of what the job begins with; None where it is not known.
-        train: Training loss by step.
-        validation: Validation loss by step.
-        scores: Score by step.
-        score_rows: Value of the metric on every validation row, by step.
-        metrics: What the method measures beside the loss, by name, by step.
-        loss_rows: Loss of every validation row, by step; at step 0 of what the job begins with.
-        tests: Loss on the test rows, by step; at step 0 of what the job begins with.
+        start: Evaluation before the first step; None if unknown.
+        scores: Value of the task's metric at every evaluation.
+        score_rows: Value of the task's metric on every validation row.
+        metrics: Metrics of the method beside the loss, by name.
+        loss_rows: Loss of every validation row; step 0 is the evaluation before the first step.
+        tests: Loss on the test rows; step 0 is the evaluation before the first step.
     """
 
     start: StartValue | None = None
@@ -57,7 +55,7 @@ class Curves:
 
 
 def start_of(entries: Sequence[JournalEntry]) -> TaskStarted:
-    """The event that names the jobs.
+    """Return the event that names the jobs.
 
     Raises:
         RunError: There is none.
@@ -72,8 +70,8 @@ def start_of(entries: Sequence[JournalEntry]) -> TaskStarted:
 
 
 def start_values(event: BaseEvaluated, metric: str, *, has_order: bool = False) -> dict[str, StartValue]:
-    """The evaluation before the first step of every job; with the losses of rows where the task has an order of
-    evaluation."""
+    """Return the evaluation before the first step of every job; with losses of rows if the task has an evaluation
+    order."""
     starts = {}
     for value in event.values:
         score = score_of(metric, value.metrics)
@@ -88,7 +86,7 @@ def start_values(event: BaseEvaluated, metric: str, *, has_order: bool = False) 
 
 
 def curves_of(entries: Sequence[JournalEntry]) -> dict[str, Curves]:
-    """The loss curves of all jobs."""
+    """Return the loss curves of all jobs."""
     started = start_of(entries)
     curves = {description.job: Curves() for description in started.jobs}
     for entry in entries:
@@ -113,7 +111,7 @@ def curves_of(entries: Sequence[JournalEntry]) -> dict[str, Curves]:
 
 
 def exits_of(entries: Iterable[JournalEntry]) -> dict[str, tuple[str, int]]:
-    """Reason and step of every job that, by the journal, ended early and was not reopened, by job id."""
+    """Return reason and step of every early exit in the journal, by job id, without jobs that were reopened."""
     exits: dict[str, tuple[str, int]] = {}
     for entry in entries:
         match entry.event:
@@ -125,5 +123,5 @@ def exits_of(entries: Iterable[JournalEntry]) -> dict[str, tuple[str, int]]:
 
 
 def loss_of(value: float | str | None) -> float:
-    """A loss in the form of recordings: a number; where it is not finite a string, or null for NaN."""
+    """Convert a loss in a recording: a number, or a string if it is not finite, or null for NaN."""
     return math.nan if value is None else float(value)

@@ -1,4 +1,4 @@
-"""Whether one job leads another by more than the noise of the validation rows, and the order that follows from it."""
+"""Decides whether one job leads another by more than the noise of the validation rows, and orders jobs accordingly."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Scored", "is_better", "is_within_noise", "leading_group", "ordered"]
 
 
 class Scored(Protocol):
-    """An object with a score: an evaluation, or a job's standing; see :class:`alto.records.LossPoint`."""
+    """An object with a score: an evaluation, or a job's state at a rung; see :class:`alto.records.LossPoint`."""
 
     @property
     def job(self) -> str: ...
@@ -38,11 +38,11 @@ S = TypeVar("S", bound=Scored)
 
 
 def is_within_noise(one: Scored, other: Scored) -> bool:
-    """Whether the difference of their scores by the task's metric is within noise.
+    """Return whether the difference of both scores by the task's metric is within noise.
 
-    Equal scores are. Others are compared row by row: the mean difference of the validation rows must lie outside of
-    its own 95 % interval (Student's, two-sided). Where the values of the rows are not known, or one is not finite, any
-    difference counts.
+    It is if the scores are equal. Others are compared row by row: the difference counts if the 95 % interval of its
+    mean over the validation rows (Student's, two-sided) does not contain 0. If the values of the rows are unknown or
+    not finite, any difference counts.
     """
     if one.score == other.score:
         return True
@@ -59,20 +59,20 @@ def is_within_noise(one: Scored, other: Scored) -> bool:
 
 
 def is_better(one: Scored, other: Scored) -> bool:
-    """Whether evaluation ``one`` of a job is better than ``other`` of the same job: its score is higher by more than
-    noise, or not lower by more than noise with a lower validation loss."""
+    """Return whether evaluation ``one`` of a job is better than ``other`` of the same job: its score is higher by more
+    than noise, or the scores are within noise and its validation loss is lower."""
     if is_within_noise(one, other):
         return one.validation_loss < other.validation_loss
     return one.score > other.score
 
 
 def ordered(scored: Iterable[S]) -> list[S]:
-    """Best first, independent of the given order.
+    """Order best first, independent of the given order.
 
-    The one with the best score leads; with all that lie within noise of it, it makes a group, inside of which the
-    validation loss decides; where the losses differ in scale, as a share of the frozen base's; and the score where that
-    is not known for all. The best of the rest leads the next group, and so on. Ties go to the lower job id. A loss that
-    is not finite comes last, where only the job id decides.
+    The item with the best score leads a group of all items within noise of it. Inside a group, the validation loss
+    decides. If the losses have different scales, it is divided by the loss of the frozen base model; if that is unknown
+    for an item, the score decides. The best of the remaining items leads the next group, and so on. Ties go to the
+    lower job id. Items with a loss that is not finite come last, ordered by job id.
     """
     items = list(scored)
     rest = sorted(_finite(items), key=_by_score)
@@ -84,7 +84,7 @@ def ordered(scored: Iterable[S]) -> list[S]:
 
 
 def leading_group(scored: Iterable[S]) -> list[S]:
-    """The first group of :func:`ordered`, in its order."""
+    """Return the first group of :func:`ordered`, in its order."""
     rest = sorted(_finite(scored), key=_by_score)
     return _ordered_inside(_parted(rest)[0]) if rest else []
 
@@ -94,7 +94,7 @@ def _finite(scored: Iterable[S]) -> list[S]:
 
 
 def _parted(items: list[S]) -> tuple[list[S], list[S]]:
-    """Those within noise of the first, and the others."""
+    """Return the items within noise of the first one, and the others."""
     group: list[S] = []
     rest: list[S] = []
     for item in items:

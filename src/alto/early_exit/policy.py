@@ -1,4 +1,4 @@
-"""An early-exit policy: online rules that judge one job, and rungs that rank all of them."""
+"""An early-exit policy: online rules that judge one job, and rungs that rank all jobs."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ __all__ = ["Policy", "policy_from"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """Decides only from records: same records, same decisions, on every rank and in every replay.
+    """An early-exit policy, which decides only from records: same records, same decisions, on every rank and in every
+    replay.
 
     Without rules and rungs it still ends a job whose loss is not finite.
 
     Attributes:
         rules: Online rules in the order of their calls; the first verdict counts.
         rungs: Points of selection, progress rising.
-        equal_shares: Rank by values interpolated to exactly the rung's share of every job's steps, and count places
-            over all rungs; else by the first evaluation at or after the rung, and places among those ranked at it.
+        equal_shares: Whether jobs are ranked by values interpolated to exactly the rung's share of their steps, and
+            places are counted over all rungs. Otherwise jobs are ranked by the first evaluation at or after the rung,
+            and places are counted among those ranked there.
     """
 
     rules: tuple[Rule, ...] = ()
@@ -34,11 +36,11 @@ class Policy:
     equal_shares: bool = True
 
     def judge(self, history: Sequence[LossPoint]) -> ExitDecision | None:
-        """The verdict on one job at the last point of ``history`` (oldest first), or None to train on.
+        """Return the verdict on one job at the last point of ``history`` (oldest first); None if it continues.
 
         Raises:
-            UnsupportedError: A rule of a package raises; or its verdict is none, is not on that job and step, has
-                another reason than the rule's, or evidence that is no number.
+            UnsupportedError: A package's rule raises an error, or returns something that is not a verdict on that job
+                and step, with the rule's reason and with numbers as evidence.
         """
         if not history:
             return None
@@ -60,10 +62,9 @@ class Policy:
         """Rank ``standings`` at rung number ``rung_index`` (from 0) and keep the best of them.
 
         Args:
-            rung_index: Number of the rung.
-            standings: Jobs that compete.
-            num_entered: Configurations that were ever ranked, these included; None for as many as are ranked here.
-            configuration_of: By job that repeats a configuration: its id; None where none does.
+            num_entered: Number of configurations that were ever ranked, including these; None means the number ranked
+                here.
+            configuration_of: Id of the configuration of every job that repeats one.
             failed: Ids of configurations of which a job has diverged or failed.
         """
         known = configuration_of or {}
@@ -78,7 +79,7 @@ class Policy:
         )
 
     def ending_rungs(self, num_configurations: int) -> tuple[Rung, ...]:
-        """The rungs that end a job of ``num_configurations`` that all enter, where nothing else ends one."""
+        """Return the rungs that end a job if ``num_configurations`` jobs enter and nothing else ends one."""
         found, num_left = [], num_configurations
         for index, rung in enumerate(self.rungs):
             places = self._places(index, num_configurations, num_left)
@@ -94,7 +95,7 @@ class Policy:
 
 
 def policy_from(settings: EarlyExit) -> Policy:
-    """The policy of ``settings``; divergence is tested before overfitting, as in Algorithm 1."""
+    """Return the policy of ``settings``; divergence is tested before overfitting, as in Algorithm 1."""
     if not settings.enabled:
         return Policy()
     return Policy(
@@ -129,7 +130,7 @@ def _verdict(rule: Rule, history: Sequence[LossPoint]) -> ExitDecision | None:
 
 
 def _no_number_in(evidence: object) -> str:
-    """What a journal could not hold; empty where there is nothing."""
+    """Describe the part of ``evidence`` that a journal cannot hold; empty if there is none."""
     if not isinstance(evidence, Mapping):
         return type(evidence).__name__
     wrong = (

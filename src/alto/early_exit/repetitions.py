@@ -1,4 +1,4 @@
-"""Jobs that repeat one configuration with other seeds are ranked as one."""
+"""Ranks jobs that repeat one configuration with other seeds as one."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Repeated(Generic[T]):
     """The repetitions of one configuration.
 
     Attributes:
-        mean: Their means, under the id of the configuration; a job alone as it is.
-        members: Best first.
+        mean: The mean values of the repetitions, under the id of the configuration; a single job's own values.
+        members: The repetitions, best first.
     """
 
     mean: T
@@ -34,15 +34,15 @@ class Repeated(Generic[T]):
 def ranked_configurations(
     items: Iterable[T], configuration_of: Mapping[str, str], failed: Collection[str] = ()
 ) -> list[Repeated[T]]:
-    """Configurations, best first, independent of the given order; a job that repeats none is a configuration.
+    """Rank configurations, best first, independent of the given order; a job that repeats none is a configuration.
 
     They are ordered by :func:`alto.early_exit.noise.ordered`, by the means over their jobs: of losses, of scores, and
-    of the scores of every validation row. One of whose jobs some have failed comes after all without: what is left of
-    it is not what the user can expect.
+    of the scores of every validation row. A configuration with failed jobs comes after all others: the mean of its
+    other jobs is not what the user can expect.
 
     Args:
-        items: Jobs by what they compete with.
-        configuration_of: By job that repeats a configuration: its id, that of one of the jobs.
+        items: Values with which the jobs compete.
+        configuration_of: Id of the configuration of every job that repeats one; it is the id of one of the jobs.
         failed: Ids of configurations of which a job has diverged or failed.
 
     Source: none; the paper tries every configuration once.
@@ -78,17 +78,17 @@ def _mean(name: str, group: Sequence[T]) -> T:
 
 
 def _finite_mean(values: Sequence[float]) -> float:
-    """Their mean; infinity where one is not finite."""
+    """Return the mean; infinity if a value is not finite."""
     return statistics.fmean(values) if all(map(math.isfinite, values)) else math.inf
 
 
 def _mean_score(scores: Sequence[float]) -> float:
-    """Their mean; the least of all numbers where one is that, because its metric is not finite."""
+    """Return the mean; the least score if one job has it, because its metric is not finite."""
     return LEAST_SCORE if LEAST_SCORE in scores else statistics.fmean(scores)
 
 
 def _mean_rows(rows: Sequence[Sequence[float]]) -> tuple[float, ...]:
-    """The mean of every row; none where they are not known for all, or one is not finite."""
+    """Return the mean of every row; empty if rows are unknown for a job, or a value is not finite."""
     if len({len(values) for values in rows}) > 1 or not all(map(math.isfinite, itertools.chain.from_iterable(rows))):
         return ()
     return tuple(map(statistics.fmean, zip(*rows, strict=True)))

@@ -1,4 +1,4 @@
-"""Common parts of online rules: how often in a row a condition held, and the scale of loss changes."""
+"""Common parts of online rules: counts how often in a row a condition held, and gives the scale of loss changes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from alto.records import ExitDecision, LossPoint
 
 __all__ = ["Evidence", "magnitude", "verdict_in_a_row"]
 
-# Below a thousandth of a nat a model is certain of every token, or of the preferred reply of every pair, and
-# ratios of losses have no meaning.
+# With a loss below a thousandth of a nat, a model is certain of every token, or of the preferred reply of every pair,
+# and ratios of losses have no meaning.
 SMALLEST_LOSS = 1e-3
 
 Evidence = Mapping[str, float]
@@ -26,8 +26,9 @@ def verdict_in_a_row(
 
     Args:
         history: Evaluations of one job, oldest first.
-        holds: The condition as of the last point of the history it is given: its evidence, or None where it fails.
-        patience: Evaluations in a row at which it must hold; one failure resets the count.
+        holds: Function that tests the condition at the last point of a history, and returns its evidence, or None if it
+            does not hold.
+        patience: Number of evaluations in a row at which it must hold; one failure resets the count.
         reason: The reason of the verdict (:attr:`Rule.reason`). Its evidence is that of the last point, and
             ``in_a_row``.
     """
@@ -41,5 +42,5 @@ def verdict_in_a_row(
 
 
 def magnitude(loss: float) -> float:
-    """The scale of changes of ``loss``: its absolute value, at least 0.001 nats."""
+    """Return the scale of changes of ``loss``: its absolute value, at least 0.001 nats."""
     return max(abs(loss), SMALLEST_LOSS)

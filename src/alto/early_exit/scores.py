@@ -1,4 +1,4 @@
-"""Scores of the answers of jobs: their mean, its interval, and the job that they choose."""
+"""Scores of the answers of jobs: their mean, its interval, and the winner that they choose."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["choose", "interval_of", "scores_of"]
 _NORMAL = statistics.NormalDist().inv_cdf(0.975)
 
 EVAL_ACCURACY = "eval_accuracy"
-"""The choice by the number of right answers alone, without noise."""
+"""The scorer that chooses by the number of right answers alone, and ignores noise."""
 
 _GRADED = ("python", "http")
-"""Scorers that give any number; the others find an answer right (1) or wrong (0)."""
+"""Scorers that return any number; the others score an answer as right (1) or wrong (0)."""
 
 
 def scores_of(judgement: Judgement) -> tuple[FinalistScore, ...]:
-    """Of every job of ``judgement``, in its order, the mean score and its interval; empty where the scorer failed."""
+    """Return mean score and interval of every job, in the order of ``judgement``; empty if the scorer failed."""
     is_counted = judgement.scorer not in _GRADED
     return tuple(
         FinalistScore(
@@ -39,8 +39,9 @@ def scores_of(judgement: Judgement) -> tuple[FinalistScore, ...]:
 
 
 def interval_of(rows: Sequence[float]) -> tuple[float, float] | None:
-    """The 95 % interval of the mean of ``rows``: Wilson's where every row is 0 or 1, else Student's; None of a single
-    row that is neither, and where it is not finite."""
+    """Return the 95 % interval of the mean of ``rows``: Wilson's if every row is 0 or 1, else Student's.
+
+    None for a single row that is neither, and if the interval is not finite."""
     num_rows = len(rows)
     if set(rows) <= {0.0, 1.0}:
         return _wilson(statistics.fmean(rows), num_rows)
@@ -58,19 +59,17 @@ def interval_of(rows: Sequence[float]) -> tuple[float, float] | None:
 def choose(
     finalists: Sequence[LossPoint], scores: Mapping[str, FinalistScore], *, scorer: str
 ) -> tuple[LossPoint, list[LossPoint]]:
-    """The winner by its answers.
+    """Choose the winner by the scores of the answers.
 
-    The best mean score leads. Where another job lies within noise of the leader (the paired difference of their rows,
-    :func:`alto.early_exit.noise.is_within_noise`), the validation loss decides among those that do. For
-    ``eval_accuracy`` only equal scores are decided by the validation loss.
+    The best mean score leads. If other jobs are within noise of the leader (the paired difference of their rows,
+    :func:`alto.early_exit.noise.is_within_noise`), the validation loss decides among them and the leader. For
+    ``eval_accuracy``, the validation loss decides only between equal scores.
 
     Args:
         finalists: Best evaluations of the jobs that were scored, the best by the task's metric first.
-        scores: Score of each, by job id.
-        scorer: Name of the scorer.
 
     Returns:
-        The winner, and the other jobs within noise of the best score, in their order, with that score; none for
+        The winner, and the other jobs within noise of the best score, in their order, with their scores; none for
         ``eval_accuracy``.
     """
     if scorer == EVAL_ACCURACY:
@@ -81,7 +80,7 @@ def choose(
 
 
 def _wilson(share: float, num_rows: int) -> tuple[float, float]:
-    """Wilson's score interval of a share, which has a width also where all rows are equal."""
+    """Return Wilson's score interval of a share, whose width is not zero even if all rows are equal."""
     squared = _NORMAL**2 / num_rows
     middle = (share + squared / 2) / (1 + squared)
     half = math.sqrt(share * (1 - share) * squared + squared**2 / 4) / (1 + squared)

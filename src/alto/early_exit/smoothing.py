@@ -38,6 +38,6 @@ class Ema:
 
 
 def ema_of(losses: Iterable[float], alpha: float) -> tuple[float, ...]:
-    """The running average after each of ``losses``, bit-identical to `Ema`, one loss at a time."""
+    """Return the running average after each of ``losses``, bit-identical to `Ema` with one loss at a time."""
     ema = Ema(alpha)
     return tuple(ema.update(loss) for loss in losses)

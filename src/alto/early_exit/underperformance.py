@@ -12,7 +12,7 @@ from alto.records import ExitDecision, ExitReason, RungResult, Standing
 __all__ = ["select"]
 
 CLEAR_ERRORS, CLEAR_SHARE = 3.0, 0.05
-"""Standard errors, and share of the first one's gain, by which a clear loser lies behind."""
+"""Number of standard errors, and share of the first one's improvement, by which a clear loser is behind."""
 
 
 def select(
@@ -26,27 +26,25 @@ def select(
 ) -> RungResult:
     """Keep the best ``places`` configurations of ``standings``, independent of their order; at least one.
 
-    With ``is_finish`` a configuration whose jobs have ended takes no place of one that trains: the best of these
-    continues, too. With ``ends_clear_losers`` those of the best that lie clearly behind the first do not continue:
-    behind by more than three standard errors of the difference on the rows that both have, and by more than a twentieth
-    of what the first has gained on what it began with. Source: replay on the recorded sweeps.
+    With ``is_finish``, a configuration whose jobs have all ended takes no place from one that trains: the best that
+    trains continues, too. With ``ends_clear_losers``, configurations clearly behind the first one do not continue: they
+    are behind by more than three standard errors of the difference on the rows that both have, and by more than a
+    twentieth of the first one's improvement over its loss before the first step. Source: replay on the recorded sweeps.
 
-    Configurations are ordered by :func:`alto.early_exit.repetitions.ranked_configurations`, where only jobs that repeat
-    one are not each a configuration of their own: by the score of the task's metric, and within noise by the
-    validation loss. Ties rank by id. A loss that is not finite ranks last and is never kept, even if places stay empty.
-    All jobs of a configuration are kept or none. A job that has ended may take a place but gets no verdict.
+    Configurations are ordered by :func:`alto.early_exit.repetitions.ranked_configurations`, in which a job that repeats
+    no other is a configuration of its own: by the score of the task's metric, and within noise by the validation loss.
+    Ties rank by id. A loss that is not finite ranks last and is never kept, even if places stay empty. All jobs of a
+    configuration are kept or none. A job that has ended may take a place but gets no verdict.
 
     The evidence of a verdict is the ``rank`` of its job's configuration (1 is best), ``num_competing``, ``num_kept``,
-    its ``validation_loss`` and, unless nothing was kept, ``cutoff_loss``: the loss of the last configuration kept;
-    where scores differ also its ``score`` and the ``cutoff_score``; where a configuration is repeated its
-    ``mean_loss``.
+    its ``validation_loss`` and, unless nothing was kept, ``cutoff_loss``: the loss of the last configuration kept. If
+    scores differ, it also has ``score`` and ``cutoff_score``; if a configuration is repeated, ``mean_loss``.
 
     Args:
-        places: Configurations that continue.
-        standings: Jobs that compete.
+        places: Number of configurations that continue.
         is_finish: Whether the rung ends all but one.
-        ends_clear_losers: Whether jobs that lie clearly behind the best end.
-        configuration_of, failed: As of ``ranked_configurations``.
+        ends_clear_losers: Whether jobs clearly behind the best one end.
+        configuration_of, failed: See ``ranked_configurations``.
     """
     ranked = ranked_configurations(standings, configuration_of or {}, failed)
     finite = [group for group in ranked if math.isfinite(group.mean.validation_loss)]
@@ -83,7 +81,7 @@ def select(
 
 
 def _is_clearly_behind(one: Repeated[Standing], first: Repeated[Standing]) -> bool:
-    """Whether a configuration lies clearly behind the first; False where that is not known, and of repeated ones."""
+    """Return whether a configuration is clearly behind the first; False if unknown, or if one of both is repeated."""
     if len(one.members) > 1 or len(first.members) > 1 or first.mean.start_loss is None:
         return False
     differences = [a - b for a, b in zip(one.mean.loss_rows, first.mean.loss_rows, strict=False)]

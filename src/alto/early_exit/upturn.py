@@ -30,13 +30,13 @@ class OverfittingUpturn(UpturnSettings, Rule):
     still falls.
 
     ``tau_upturn`` is a minimum for smooth curves. Of jobs that only fluctuate around a plateau for twenty evaluations,
-    a ``tau_noise`` of 3 lets two in three continue, 2 one in three, 0 none.
+    a ``tau_noise`` of 3 lets two in three continue, 2 lets one in three, and 0 lets none.
     """
 
     reason: ClassVar[str] = ExitReason.OVERFITTING
 
     def judge(self, history: Sequence[LossPoint]) -> ExitDecision | None:
-        """The verdict for the last point of ``history``."""
+        """Return the verdict for the last point of ``history``."""
         return verdict_in_a_row(history, self._turned_up, patience=self.overfitting_patience, reason=self.reason)
 
     def _turned_up(self, history: Sequence[LossPoint]) -> Evidence | None:
@@ -60,13 +60,13 @@ class OverfittingUpturn(UpturnSettings, Rule):
 
 
 def validation_noise(history: Sequence[LossPoint]) -> float | None:
-    """Standard deviation of the validation loss around its own trend; None below three points.
+    """Estimate the standard deviation of the validation loss around its own trend; None below three points.
 
     The residual of each inner point is its distance from the straight line between its two neighbours, with the steps
     as abscissa because rungs make them uneven. For independent noise of deviation ``s`` on a straight trend and a point
     at share ``u`` of the way between its neighbours, the residual has deviation ``s * sqrt(1 + u² + (1 - u)²)``; it is
-    divided by that root. The median of the absolute residuals is the estimate: the few large ones of a steep start do
-    not count. Bends of the trend add to it, which makes it larger than the noise, never smaller.
+    divided by that root. The estimate is the median of the absolute residuals, so the few large ones of a steep start
+    do not count. Bends of the trend add to it, which makes it larger than the noise, never smaller.
     """
     residuals = []
     for before, point, after in zip(history, history[1:], history[2:], strict=False):

@@ -1,4 +1,4 @@
-"""What tasks are measured to take, cached, so that scheduling the same tasks again starts no executor."""
+"""Measured estimates of tasks, cached so that scheduling the same tasks again starts no executor."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from alto.spec.outside import is_number
 __all__ = ["base_key", "estimate_of", "known_estimate", "remember_duration", "remember_estimate"]
 
 _SCHEDULING = ("name", "priority", "report_to", "share_executor", "keep")
-"""Keys of a task that do not affect what it takes. The tenant is none of them: an estimate would tell one tenant that
-another has trained the same rows."""
+"""Keys of a task that do not affect its estimate. The tenant is not among them: a shared estimate would reveal to one
+tenant that another has trained on the same rows."""
 
 _CODEC = TypeAdapter(TaskEstimate)
 
 
 def estimate_of(plan: TaskPlan, task: Task) -> TaskEstimate:
-    """What a measured task takes. Tasks on several GPUs, and those that run code of their base model, never share."""
+    """Return the estimate of a measured task. A task with several GPUs or code of its base model never shares."""
     sharing = None
     if task.num_gpus == 1 and not task.trust_remote_code:
         sharing = Sharing(
@@ -45,20 +45,18 @@ def estimate_of(plan: TaskPlan, task: Task) -> TaskEstimate:
 
 
 def base_key(task: Task) -> str:
-    """Equal for tasks on the same base model, loaded in the same way, with adapters of the same precision: one process
-    can train them."""
+    """Return a key that is equal for tasks on the same base model, loaded in the same way, with adapters of the same
+    precision; one process can train such tasks together."""
     how = [task.base_model.key(), task.gradient_checkpointing is True, task.adapter_dtype, task.optim_state_dtype]
     digest = hashlib.sha256(json.dumps(how, sort_keys=True).encode()).hexdigest()[:16]
     return f"{task.model} {digest}"
 
 
 def known_estimate(task: Task, cluster: Cluster, num_ranks: int) -> TaskEstimate | None:
-    """What the task was measured to take on such a cluster with so many processes; None where that is not cached.
+    """Return the cached estimate of ``task`` on ``cluster``, or on an equal one; None if there is none.
 
     Args:
-        task: The task.
-        cluster: The cluster that it is trained on.
-        num_ranks: Number of processes that train it.
+        num_ranks: Number of processes that train the task.
     """
     key = _key(task, cluster, num_ranks)
     found = cache.load("estimates", key)
@@ -75,25 +73,19 @@ def known_estimate(task: Task, cluster: Cluster, num_ranks: int) -> TaskEstimate
 
 
 def remember_estimate(task: Task, cluster: Cluster, num_ranks: int, estimate: TaskEstimate) -> None:
-    """Cache what an executor on ``cluster`` has measured.
+    """Cache an estimate that an executor on ``cluster`` has measured.
 
     Args:
-        task: The task.
-        cluster: The cluster that it is trained on.
-        num_ranks: Number of processes that train it.
-        estimate: What it takes.
+        num_ranks: Number of processes that train the task.
     """
     cache.save("estimates", _key(task, cluster, num_ranks), asdict(estimate))
 
 
 def remember_duration(task: Task, cluster: Cluster, num_ranks: int, duration_s: float) -> None:
-    """Cache how long a task has taken from start to end; what is known of its sharing stays.
+    """Cache how long a task took from start to end; its cached sharing data stays.
 
     Args:
-        task: The task.
-        cluster: The cluster that it was trained on.
-        num_ranks: Number of processes that trained it.
-        duration_s: Seconds.
+        num_ranks: Number of processes that trained the task.
     """
     duration_s = min(max(duration_s, MIN_DURATION_S), MAX_DURATION_S)
     known = known_estimate(task.replace(share_executor=True), cluster, num_ranks)
@@ -117,8 +109,8 @@ def _key(task: Task, cluster: Cluster, num_ranks: int) -> Mapping[str, Any]:
 
 
 def _by_content(values: dict[str, Any], task: Task) -> dict[str, Any]:
-    """``values`` of ``task`` with a digest of its content in place of every local file of rows: where it is does not
-    matter."""
+    """Return ``values`` of ``task`` with every path of a local dataset file replaced by a digest of its content, so
+    that the file's location does not matter."""
     of_sources = (path for source in task.sources for path in (source.path, source.validation_dataset))
     named = (task.dataset, task.validation_dataset, task.test_dataset, *of_sources)
     digests = {path: digest for path in named if isinstance(path, str) and (digest := _digest_of(path)) is not None}
@@ -135,7 +127,7 @@ def _by_content(values: dict[str, Any], task: Task) -> dict[str, Any]:
 
 
 def _digest_of(path: str) -> str | None:
-    """A digest of a local file's content; None for anything else."""
+    """Return a digest of a local file's content; None if ``path`` is not a file."""
     file = Path(path).expanduser().resolve()
     if not file.is_file():
         return None

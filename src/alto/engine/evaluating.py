@@ -1,4 +1,4 @@
-"""Measures finished adapters, and notes the numbers beside them."""
+"""Measures finished adapters and writes the scores beside them."""
 
 from __future__ import annotations
 
@@ -29,12 +29,8 @@ def evaluate_adapters(
     trust_remote_code: bool,
     on_progress: OnProgress | None,
 ) -> EvaluationResult:
-    """Measure adapters of one base on held-out rows, all at once; arguments and errors as of
-    :meth:`alto.Engine.evaluate`.
-
-    Args:
-        device: Device of the base model.
-    """
+    """Measure adapters of one base model together on held-out rows on ``device``; other arguments and errors as in
+    :meth:`alto.Engine.evaluate`."""
     target = find_target(
         targets, jobs=jobs, all_jobs=all_jobs, base=base, dataset=dataset, trust_remote_code=trust_remote_code
     )

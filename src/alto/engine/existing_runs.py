@@ -1,4 +1,4 @@
-"""What a run on disk says of itself, before anything is done with it."""
+"""Checks of runs on disk before anything is done with them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["check_refitted", "check_trained_on", "is_finished"]
 
 
 def check_trained_on(run_dirs: Sequence[Path], base: BaseModelSpec) -> None:
-    """Check that ``base`` is the model that the adapters of runs were trained on.
+    """Check that the adapters of ``run_dirs`` were trained on ``base``.
 
     Raises:
-        RunChangedError: It is another one.
-        ModelError: It cannot be read.
+        RunChangedError: A run was trained on another model.
+        ModelError: The base model cannot be read.
     """
     if not run_dirs:
         return
@@ -41,7 +41,7 @@ def check_refitted(refit: Refit, found: Mapping[str, Any], base: BaseModelSpec) 
         base: The base model of the refit.
 
     Raises:
-        RunChangedError: It is another one.
+        RunChangedError: The winner was trained on another base model.
     """
     remedy = f"put it back as it was, or tune again on the model as it is now: the winner of {refit.run} is another's"
     _check(Path(refit.run), found, base, remedy)
@@ -54,7 +54,7 @@ def _check(run_dir: Path, found: Mapping[str, Any], base: BaseModelSpec, remedy:
 
 
 def is_finished(run_dir: RunDir) -> bool:
-    """Whether nothing is left to be trained, also by a command that waits."""
+    """Return whether the run has its result and no waiting command would train more."""
     try:
         lines = read_intact_events(run_dir.journal_file)
         return ResumeState(lines=lines, extends_run=Mailbox(run_dir).extends_run).is_finished

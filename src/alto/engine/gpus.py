@@ -13,15 +13,14 @@ STRATEGIES = ("adapter_parallel", "single")
 
 
 def is_launched(task: Task, strategy: str, device: torch.device) -> bool:
-    """Whether ``task`` is trained by processes of its own, one for each of its ranks.
+    """Return whether ``task`` is trained by one process per rank instead of by this process.
 
     Args:
-        task: The task.
         strategy: Strategy of the engine.
-        device: Where this process trains.
+        device: Device on which this process trains.
 
     Raises:
-        UnsupportedError: As :func:`check_num_gpus`.
+        UnsupportedError: See :func:`check_num_gpus`.
     """
     has_gpus = device.type == "cuda"
     most = torch.cuda.device_count() if has_gpus else task.num_gpus
@@ -30,16 +29,16 @@ def is_launched(task: Task, strategy: str, device: torch.device) -> bool:
 
 
 def check_num_gpus(task: Task, strategy: str, *, most: int, has_gpus: bool) -> None:
-    """Whether a task that asks for several GPUs can have them.
+    """Check that the task can have the number of GPUs that it asks for.
 
     Args:
-        task: The task.
         strategy: Strategy of the engine.
         most: GPUs of the largest machine, or slots of its CPU.
-        has_gpus: False where CPU slots stand for them: then a single process may have several.
+        has_gpus: False if CPU slots take the place of GPUs; one process may then have several.
 
     Raises:
-        UnsupportedError: It cannot, or what chooses its winner or generates its samples cannot.
+        UnsupportedError: There are not enough GPUs, or scoring the finalists or generating samples does not work on
+            several GPUs.
     """
     if task.num_gpus == 1 or (strategy == "single" and not has_gpus):
         return

@@ -25,20 +25,20 @@ __all__ = ["Measurement"]
 _ONE_ATTEMPT = QueueSettings(backoff_s=0.0, max_attempts=1)
 
 _WAIT_S = 1.0
-"""How often it checks whether to stop."""
+"""Interval at which the measurement checks whether to stop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """Executors of ``cluster`` measure tasks: in parallel on GPUs, one after the other on CPU slots, which share the
-    cores.
+    """Measures tasks with executors of ``cluster``: in parallel on GPUs, one after the other on CPU slots, which share
+    the cores.
 
     Attributes:
-        is_parallel: Whether an executor is a process for each of its GPUs.
-        refresh: Measure again, even where a measurement is cached.
-        on_measuring: Called with each task that an executor measures: before it does, then with how far it is. An
-            executor to which the measurement is known does not measure.
-        on_measured: Called with each task and what it takes, in seconds.
+        is_parallel: Whether an executor has one process for each of its GPUs.
+        refresh: Measure again, even if a measurement is cached.
+        on_measuring: Called with a task before an executor measures it, then with its progress; not called if the
+            executor finds the measurement in its cache.
+        on_measured: Called with each measured task and its duration in seconds.
         is_interrupted: Called every second; once it returns true, measuring ends.
     """
 
@@ -50,11 +50,11 @@ class Measurement:
     is_interrupted: Callable[[], bool]
 
     def estimates(self, tasks: Sequence[Task]) -> list[TaskEstimate]:
-        """What each of ``tasks`` takes; a cached estimate is not measured again.
+        """Return the estimate of each task; cached estimates are not measured again unless ``refresh`` is set.
 
         Raises:
             ProfileError: A task could not be measured; the message has the reason.
-            KeyboardInterrupt: It was interrupted.
+            KeyboardInterrupt: ``is_interrupted`` returned true.
         """
         known = {
             index: estimate
@@ -92,7 +92,7 @@ class Measurement:
                 return found
 
     def _relay(self, tasks: Mapping[str, Task], told: deque[JournalEntry]) -> None:
-        """Pass on what executors have told of their measurements."""
+        """Pass the executors' progress reports to ``on_measuring``."""
         while told:
             match told.popleft().event:
                 case TaskRelayed(task=index, entry=JournalEntry(event=MeasuringBegun() as begun)):
@@ -111,7 +111,7 @@ class Measurement:
         )
 
     def _check(self, controller: Controller, tasks: Mapping[str, Task]) -> None:
-        """Whether to continue: a task that cannot be measured ends the measurement of all."""
+        """Raise ProfileError if a task could not be measured, which ends the measurement of all tasks."""
         for index, status in controller.status().tasks.items():
             if status.has_ended and (status.ended is None or status.ended.outcome is not Outcome.FINISHED):
                 why = status.reason if status.ended is None else status.ended.reason
@@ -120,7 +120,7 @@ class Measurement:
             raise KeyboardInterrupt
 
     def _estimate(self, task: Task, folder: Path) -> TaskEstimate:
-        """Cache and report what a task takes."""
+        """Return, cache and report the estimate of a measured task."""
         plan = TypeAdapter(TaskPlan).validate_json((folder / PLAN_FILE).read_bytes())
         estimate = estimate_of(plan, task)
         remember_estimate(task, self.cluster, self._num_ranks(task), estimate)

@@ -1,4 +1,4 @@
-"""Tasks whose base model is an object of this process."""
+"""Tasks whose base model is an object in this process."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ IN_A_QUEUE = "a queue, whose tasks run in processes of their own"
 
 @contextlib.contextmanager
 def borrowing(task: Task, device: torch.device, *, is_named: bool = True) -> Iterator[Task]:
-    """A task to be trained inside. A base model that is an object is afterwards as it was, also after an error.
+    """Yield a task to be trained inside the block. Afterwards, even after an error, a base model that is an object is
+    restored to its earlier state.
 
-    Where its name loads the same model and tokenizer, the task that is given names it, so that the run can be resumed
-    in any process. Else the task says that it was an object, and has the fingerprint of its weights.
+    If a name loads the same model and tokenizer, the yielded task has that name, so that any process can resume the
+    run. Otherwise the task records that its base model was an object, with a fingerprint of the weights.
 
     Args:
         task: Its model may be an object.
-        device: Where it will be trained.
-        is_named: Whether a name is looked for; false for a run that began on an object without one.
+        device: Device on which it will be trained.
+        is_named: Whether to look for a name; false for a run that was started on an object without one.
 
     Raises:
-        AltoError: As of :func:`alto.backbone.borrowed`.
+        AltoError: See :func:`alto.backbone.borrowed`.
     """
     if task.objects is None:
         yield task
@@ -55,13 +56,10 @@ def _identified(task: Task, *, is_named: bool) -> Task:
 
 
 def check_has_id(tasks: Iterable[Task], where: str) -> None:
-    """Refuse a base model that is an object where others have to load it, or know it by its name.
+    """Raise UnsupportedError if a task's base model is an object, which other processes cannot load by name.
 
     Args:
-        where: What needs its name, for the message.
-
-    Raises:
-        UnsupportedError: A task has one.
+        where: The feature that needs a name, for the message.
     """
     for task in tasks:
         if task.objects is not None:
@@ -73,10 +71,10 @@ def check_has_id(tasks: Iterable[Task], where: str) -> None:
 
 
 def given_objects(model: object, tokenizer: object) -> BaseObjects | None:
-    """The base model that a run is resumed with; None where it is to be loaded.
+    """Return the base model with which a run is resumed; None if it is to be loaded by name.
 
     Raises:
-        SpecError: One of the two is missing, or the model is no object.
+        SpecError: One of the two is missing, or the model is not an object.
     """
     if model is None and tokenizer is None:
         return None

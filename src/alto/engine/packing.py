@@ -1,4 +1,4 @@
-"""The packing of an earlier run, for another run of the same task."""
+"""Reuses the packing of an earlier run for another run of the same task."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ _SAME_KEYS = (
 )
 _PACKING = ("max_slots", "max_tokens_per_step", "max_tokens_per_pass", "gradient_checkpointing")
 _UNLIMITED_TOKENS = 2**24
-"""The largest allowed value, more than any step has: it means "no limit", so that no limit is left to be measured."""
+"""The largest allowed value, more than any step has. It means "no limit", so that no limit needs to be measured."""
 
 
 def packed_as(task: Task, run: str | Path, device_name: str, num_ranks: int) -> Task:
-    """``task`` with every limit of its packing as in ``run``.
+    """Return ``task`` with every packing limit set as in ``run``.
 
-    Which jobs share a forward pass decides in which order sums are rounded. So two runs of a task are equal to the last
-    bit where they are packed alike, and only there.
+    The jobs that share a forward pass determine the order in which sums are rounded, so two runs of a task are bitwise
+    equal only if they are packed alike.
 
     Args:
-        task: With absolute paths, as :func:`alto.engine.runner.portable` gives it.
-        run: The directory of a run of such a task.
-        device_name: What ``task`` will be trained on.
-        num_ranks: How many processes will train it.
+        task: A task with absolute paths, from :func:`alto.engine.runner.portable`.
+        run: The directory of a run of the same task.
+        device_name: Device on which ``task`` will be trained.
+        num_ranks: Number of processes that will train it.
 
     Raises:
-        RunNotFoundError: There is no run.
-        RunError: It is a run of another model or dataset, of other jobs, or on another device or by another number of
-            processes; or its journal has no packing, or a damaged one.
+        RunNotFoundError: ``run`` is not a run directory.
+        RunError: It is a run of another model, dataset or jobs, on another device or with another number of processes;
+            or its journal has no packing, or a damaged one.
     """
     run_dir = RunDir.open(run)
     started = _started(run_dir)
@@ -79,7 +79,7 @@ def packed_as(task: Task, run: str | Path, device_name: str, num_ranks: int) -> 
 
 
 def _started(run_dir: RunDir) -> TaskStarted | None:
-    """The first event of a run; None where there is none that can be read."""
+    """Return the first event of a run; None if it has none or it cannot be read."""
     lines = read_intact_events(run_dir.journal_file)[:1]
     try:
         events = [decode(line).event for line in lines]
@@ -89,7 +89,7 @@ def _started(run_dir: RunDir) -> TaskStarted | None:
 
 
 def _precision(base: BaseModelSpec) -> dict[str, Any]:
-    """The keys of a task that define base model and precision; how it is read and compiled may differ."""
+    """Return the task keys that define base model and precision; keys on how it is read or compiled may differ."""
     return {"model": base.id, "dtype": base.dtype, **quantisation_keys(base.quantisation)}
 
 

@@ -1,4 +1,4 @@
-"""The data of a task as it would be trained, without weights."""
+"""Previews the data of a task as it would be trained, without reading weights."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ __all__ = ["preview_data", "preview_task", "with_model_notes"]
 
 
 _NUM_READ = 500
-"""Rows of a large dataset that are read for a preview."""
+"""Number of rows of a large dataset that are read for a preview."""
 
 
 def preview_task(task: Task, *, num_rows: int) -> DataPreview:
-    """The data of ``task``, its first ``num_rows`` examples, and what is to be known of its model. Of large data only
-    the first rows are read; but all of them where these alone are an error, which others may not be.
+    """Return the data of ``task``, its first ``num_rows`` examples, and notes on its model. Only the first rows of a
+    large dataset are read; all of them if the first rows alone cause an error, because the whole dataset may not.
 
     Raises:
-        AltoError: What is wrong with the data, or with the model's tokenizer.
+        AltoError: The data or the model's tokenizer has an error.
     """
     task = with_start(task)
     try:
@@ -36,13 +36,13 @@ def preview_task(task: Task, *, num_rows: int) -> DataPreview:
 
 
 def preview_data(task: Task, *, num_rows: int, head: HeadStore | None = None) -> DataPreview:
-    """The data of ``task`` and its first ``num_rows`` examples.
+    """Return the data of ``task`` and its first ``num_rows`` examples.
 
     Args:
-        head: Takes the first rows of large data; None tokenises all rows, which takes time.
+        head: Holds the first rows of large datasets; None tokenises all rows, which takes time.
 
     Raises:
-        AltoError: What is wrong with the data, or with the model's tokenizer.
+        AltoError: The data or the model's tokenizer has an error.
     """
     rows = read_task_rows(task, head=head)
     if task.select_by != "metric":
@@ -53,7 +53,7 @@ def preview_data(task: Task, *, num_rows: int, head: HeadStore | None = None) ->
 
 
 def with_model_notes(shown: DataPreview, task: Task) -> DataPreview:
-    """``shown`` with what is to be known of the settings and the model of ``task``."""
+    """Return ``shown`` with notes on the settings and the model of ``task``."""
     task = with_targets(task)
     skeleton = build_skeleton(task.base_model)
     about_model = model_notes(skeleton, [job.config for job in task.jobs], task.method)

@@ -1,4 +1,4 @@
-"""The results of a queue: those of its tasks, and its report."""
+"""The results of a queue's tasks, and the queue's report."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ __all__ = ["past_of_finished", "queue_results", "write_report_of"]
 
 
 def queue_results(queue_dir: QueueDir) -> list[TaskResult]:
-    """The results of the tasks that have one, in the order of their submission.
+    """Return the results of the tasks that have one, in the order of submission.
 
     Raises:
-        TasksFailedError: Tasks were given up; it has the results of the others.
+        TasksFailedError: Some tasks failed for good; the error carries the results of the others.
     """
     history = read_queue_history(queue_dir.root)
     entries, _ = queue_dir.read()
@@ -55,7 +55,7 @@ def queue_results(queue_dir: QueueDir) -> list[TaskResult]:
 
 
 def past_of_finished(queue_dir: QueueDir) -> list[JournalEntry]:
-    """The journal of a queue in which nothing is left to do, also by a command that waits; else empty."""
+    """Return the journal of a queue with no tasks left and no waiting commands; empty for any other queue."""
     if QueueMailbox(queue_dir.run).num_pending:
         return []
     entries, _ = queue_dir.read()
@@ -63,14 +63,14 @@ def past_of_finished(queue_dir: QueueDir) -> list[JournalEntry]:
         return []
     try:
         past = read_entries(queue_dir.run.journal_file)
-    except RunError:  # to resume the queue repairs it
+    except RunError:  # resuming the queue repairs its journal
         return []
     return past if past and isinstance(past[-1].event, QueueCompleted) else []
 
 
 def write_report_of(queue_dir: QueueDir) -> None:
-    """Write the queue's report; where that fails there is no report, rather than one of an earlier state. Without the
-    queue's lock nothing is changed."""
+    """Write the queue's report. If that fails, delete the old report, which would show an earlier state. Without the
+    queue's lock, change nothing."""
     report = queue_dir.run.report_file
     try:
         queue_dir.run.check_lock()
@@ -84,6 +84,6 @@ def write_report_of(queue_dir: QueueDir) -> None:
 
 
 def _notices_of(task: TaskHistory, run: RunDir) -> tuple[str, ...]:
-    """The notices of a finished task's last executor, until a report is written."""
+    """Return the notices of a finished task's last executor; none once a report is written."""
     reasons = [attempt.reason for attempt in task.attempts[-1:] if attempt.reason]
     return () if run.report_file.exists() else tuple(reasons)

@@ -21,22 +21,22 @@ _OF_A_SEARCH = (
     *("search", "search_space", "early_exit", "select_by", "num_finalists", "repeat_by", "metric", "name"),
     "refit",
 )
-"""Keys of a task that compare its jobs, and its name."""
+"""Keys of a task that compare its jobs, and the task's name; a refit does not copy them."""
 
 
 def refit_task(run_dir: RunDir, *, trust_remote_code: bool, objects: BaseObjects | None = None) -> Task:
-    """The task of a refit of the finished run in ``run_dir``; see :meth:`alto.Engine.refit`.
+    """Return the task of a refit of the finished run in ``run_dir``; see :meth:`alto.Engine.refit`.
 
     Args:
-        trust_remote_code: Whether the caller allows code of the base model, where the run's task asks for it.
-        objects: The base model, where it is given as an object; None loads the one that the run names.
+        trust_remote_code: Whether the caller allows code of the base model if the run's task asks for it.
+        objects: The base model, if it is given as an object; None loads the one that the run names.
 
     Raises:
         NoResultError: The run has no result.
-        UntrustedCodeError: The task asks for code, and it is not allowed.
-        ModelNotFoundError: No name loads the base model of the run, and it is not given.
-        UnsupportedError: Its winner was not trained with one configuration from its beginning; or is a refit.
-        SpecError, UnsupportedError: As :class:`alto.Task` does.
+        UntrustedCodeError: The task asks for code of the base model, and the caller does not allow it.
+        ModelNotFoundError: The run's base model has no name to load it by, and no object is given.
+        UnsupportedError: The winner was not trained with one configuration from its beginning, or is a refit.
+        SpecError, UnsupportedError: See :class:`alto.Task`.
     """
     history = read_history(run_dir.root)
     outcome = task_outcome(history, run_dir)
@@ -62,27 +62,23 @@ def refit_task(run_dir: RunDir, *, trust_remote_code: bool, objects: BaseObjects
 
 
 def refit_folder(run_dir: RunDir) -> Path:
-    """Where the run of a refit is made: beside the run; of a task of a queue, beside the queue."""
+    """Return the folder for the new run: the run's parent folder, or the parent of its queue's folder."""
     queue = run_dir.root.parents[1]
     return queue.parent if QueueDir.exists(queue) else run_dir.root.parent
 
 
 def _configuration(winner: JobHistory, task: Task) -> dict[str, Any]:
-    """The winner's settings, with the length of its learning-rate schedule."""
+    """Return the winner's settings, including the length of its learning-rate schedule."""
     values = {**task.job_config(winner.config).to_dict(), "max_steps": winner.total_steps}
     if task.init_adapter is not None:
-        del values["init_lora_weights"]  # which has no effect then, and is refused
+        del values["init_lora_weights"]  # has no effect with an initial adapter, and Task refuses it
     if not task.sources:
         values.pop("mixture_weights", None)
     return values
 
 
 def _check(winner: JobHistory, *, refit_of: str) -> None:
-    """Check that the winner can be trained again from its configuration alone.
-
-    Raises:
-        UnsupportedError: It cannot.
-    """
+    """Raise UnsupportedError if the winner cannot be trained again from its configuration alone."""
     if refit_of:
         found = f"a run that is one already, of {refit_of}, and has trained all rows; refit that run"
     elif winner.forked_at:

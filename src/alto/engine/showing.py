@@ -16,11 +16,11 @@ __all__ = ["show_result", "shown"]
 
 @contextlib.contextmanager
 def shown(progress: bool | None) -> Iterator[list[Observer]]:
-    """Observers that show a run: the live table in a terminal, plain lines in a notebook or a file; none where nothing
-    is shown.
+    """Yield observers that show a run: the live table in a terminal, plain lines in a notebook or a file; none if
+    nothing is to be shown.
 
     Args:
-        progress: As of :class:`alto.Engine`.
+        progress: See :class:`alto.Engine`.
     """
     console = Console()
     if not _is_shown(console, progress):
@@ -31,7 +31,7 @@ def shown(progress: bool | None) -> Iterator[list[Observer]]:
 
 
 def show_result(result: TaskResult, progress: bool | None) -> None:
-    """Print the table of jobs of a task that was shown; in a notebook the result shows itself."""
+    """Print the table of jobs of a task that was shown; a notebook displays the result itself."""
     console = Console()
     if _is_shown(console, progress) and not console.is_jupyter:
         console.print(result)

@@ -1,4 +1,4 @@
-"""Fills in what a task only refers to: the adapter that its jobs begin with, PEFT's choice of modules, and the usual
+"""Fills in settings that a task leaves open: the initial adapter's shape, PEFT's default modules, and the usual
 learning rate."""
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _TARGETS = "target_modules"
 
 
 def with_start(task: Task) -> Task:
-    """``task`` with the folder of the adapter that ``init_adapter`` names, and with that adapter's ranks, targets,
-    scales and further tensors where it sets none itself; a task without one as it is.
+    """Return ``task`` with the resolved folder of its ``init_adapter``, and with that adapter's ranks, targets, scales
+    and further tensors for keys that the task does not set; without ``init_adapter``, return it unchanged.
 
     Raises:
         RunNotFoundError: There is no such adapter.
-        RunError: Its description cannot be read.
-        UnsupportedError: It is more than plain LoRA.
-        SpecError: A setting of the task does not go with it.
+        RunError: The adapter's configuration cannot be read.
+        UnsupportedError: The adapter is more than plain LoRA.
+        SpecError: A setting of the task conflicts with the adapter.
     """
     if task.init_adapter is None:
         return task
@@ -49,11 +49,11 @@ def with_start(task: Task) -> Task:
 
 
 def with_targets(task: Task) -> Task:
-    """``task`` with the modules that PEFT chooses for its base model, and a note on them, where it asks for these; any
-    other task as it is.
+    """Return ``task`` with PEFT's default modules for its base model, and a note on them, if it asks for the default;
+    return any other task unchanged.
 
     Raises:
-        TargetModuleError: PEFT has no choice for this base model.
+        TargetModuleError: PEFT has no default modules for this base model.
         ModelError: The configuration of the base model cannot be read.
     """
     space = task.search_space
@@ -71,13 +71,12 @@ def with_targets(task: Task) -> Task:
 
 
 def with_usual_rate(task: Task, config: PretrainedConfig, *, begins: bool) -> Task:
-    """``task`` with the ranges of a search space ``auto``, and with the learning rate near which ``tpe`` begins, where
-    it sets none itself.
+    """Return ``task`` with the ranges of the search space ``auto``, and with the learning rate around which ``tpe``
+    starts, if the task does not set it.
 
     Args:
-        task: The task.
-        config: Configuration of its base model.
-        begins: Whether no job has begun yet. The jobs of a run that is resumed stay as they were drawn.
+        config: Configuration of the base model.
+        begins: Whether no job has started yet. The jobs of a resumed run keep their drawn configurations.
     """
     hidden_size, compares_replies = config.get_text_config().hidden_size, find_method(task.method).compares_replies
     if task.search_space.is_auto:
@@ -104,16 +103,16 @@ def _named(axis: Axis, modules: str | tuple[str, ...]) -> Axis:
 
 
 def read_start(task: Task, backbone: Backbone) -> StartAdapter | None:
-    """The adapter that the jobs of ``task`` begin with, checked against its base model; None where there is none.
+    """Return the initial adapter of the jobs of ``task``, checked against its base model; None if there is none.
 
     Args:
-        task: As :func:`with_start` gives it.
-        backbone: Its base model.
+        task: Returned by :func:`with_start`.
+        backbone: The base model.
 
     Raises:
         ModelError: The adapter was trained on another base model.
-        TargetModuleError: It does not fit the base model.
-        RunNotFoundError, RunError, UnsupportedError: As :meth:`alto.executor.StartAdapter.read`.
+        TargetModuleError: The adapter does not fit the base model.
+        RunNotFoundError, RunError, UnsupportedError: See :meth:`alto.executor.StartAdapter.read`.
     """
     if task.init_adapter is None:
         return None
@@ -131,10 +130,10 @@ def read_start(task: Task, backbone: Backbone) -> StartAdapter | None:
 
 
 def _base_notes(task: Task, folder: Path) -> tuple[str, ...]:
-    """What cannot be said about the base model that the adapter was trained on.
+    """Return notes on doubts about whether the adapter was trained on the task's base model.
 
     Raises:
-        ModelError: It is another one than the task's.
+        ModelError: The adapter was trained on another base model.
     """
     named = adapter_base_model(folder)
     if not named:
@@ -156,7 +155,7 @@ def _base_notes(task: Task, folder: Path) -> tuple[str, ...]:
                 )
             return ()
     except ModelNotFoundError:
-        pass  # moved, or of another machine
+        pass  # the model was moved, or is on another machine
     return (
         f"init_adapter: {folder} names the base model {named}, and the task's is {task.model}; whether they are the "
         "same cannot be seen here.",

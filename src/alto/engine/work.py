@@ -1,4 +1,4 @@
-"""What the processes of executors do: the hosts that launches name as ``module:class``."""
+"""The hosts that executor processes run; launches name them as ``module:class``."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ PLAN_ANEW = "alto.engine.work:PlanningAnew"
 PLAN_FILE = "plan.json"
 
 _BASE = ResidentBase()
-"""The base model of this process, for whatever it is ordered to do."""
+"""The base model of this process, shared by all its work."""
 
 
 class Training:
-    """Trains runs to their results; those that are attached at the same time train together on one base model."""
+    """Trains runs to their results; runs that are attached at the same time train together on one base model."""
 
     def __init__(self) -> None:
         self.is_usable = True
@@ -40,11 +40,11 @@ class Training:
         self._ended: dict[int, str | BaseException] = {}
 
     def attach(self, run: HostedRun) -> None:
-        """Begin or resume a run beside the others.
+        """Start or resume a run beside the others.
 
         Raises:
-            RunBusyError: It cannot share the bank of the others; it is to be started again by itself.
-            AltoError: As :meth:`alto.engine.runner.TaskRunner.opened`.
+            RunBusyError: The run cannot share the bank of the others; it must be started again alone.
+            AltoError: See :meth:`alto.engine.runner.TaskRunner.opened`.
         """
         folder = RunDir.open(run.run_dir)
         runner = _runner(lambda: self._is_interrupted(run), folder, check=folder.check_lock)
@@ -61,13 +61,13 @@ class Training:
         self._weigh()
 
     def turn(self) -> Mapping[int, str | BaseException]:
-        """One step of the runs whose turn it is; see :meth:`alto.executor.Executor.turn`."""
+        """Run one turn of the executor (:meth:`alto.executor.Executor.turn`); return the runs that have ended."""
         ended, self._ended = self._ended, {}
         if self._executor is None:
             return ended
         try:
             errors: Mapping[str, BaseException | None] = self._executor.turn()
-        except BaseException as error:  # nobody's own: all can be resumed from their checkpoints
+        except BaseException as error:  # not caused by a single run: all can be resumed from their checkpoints
             self.is_usable = False
             errors = dict.fromkeys(map(str, self._runs), error)
         for name, found in errors.items():
@@ -79,8 +79,8 @@ class Training:
         return ended
 
     def _is_interrupted(self, run: HostedRun) -> bool:
-        """Whether a run has to stop. What works on one run, such as the answers of its finalists, keeps the others
-        waiting: it is a sign of life of all."""
+        """Return whether ``run`` must stop. Also ask the other runs, which is their sign of life: they wait while this
+        process works on one run alone, such as on the answers of its finalists."""
         for other in self._runs.values():
             if other.run is not run:
                 with contextlib.suppress(Exception):  # asked again at its own turn
@@ -88,7 +88,7 @@ class Training:
         return run.is_interrupted()
 
     def _bank_of(self, context: TaskContext) -> SharedBank | None:
-        """The bank of the other runs; None where this one is the first."""
+        """Return the bank of the other runs; None if this run is the first."""
         if self._executor is None:
             return None
         for key in ("adapter_dtype", "optim_state_dtype"):
@@ -101,14 +101,14 @@ class Training:
         return self._executor.bank
 
     def _weigh(self) -> None:
-        """Divide slots and tokens among the runs: by tenant, then by priority."""
+        """Divide slots and tokens among the runs: first by tenant, then by priority."""
         if self._executor is not None:
             owners = {str(number): (found.run.tenant, found.run.priority) for number, found in self._runs.items()}
             self._executor.weigh(task_weights(owners))
 
 
 class _AttachedRun:
-    """A run that is trained, and what is open for it."""
+    """A run in training, with the resources opened for it."""
 
     def __init__(self, run: HostedRun) -> None:
         self.run = run
@@ -116,7 +116,7 @@ class _AttachedRun:
         self._opened: OpenRun | None = None
 
     def open(self, runner: TaskRunner, bank_of: Callable[[TaskContext], SharedBank | None]) -> OpenRun:
-        """Open the run, and keep its base model until it is closed."""
+        """Open the run; its base model stays loaded until the run is closed."""
         self._opened = self._stack.enter_context(
             runner.opened(RunDir.open(self.run.run_dir), trust_remote_code=self.run.trust_remote_code, bank_of=bank_of)
         )
@@ -125,7 +125,7 @@ class _AttachedRun:
 
     @contextlib.contextmanager
     def closing_on_error(self) -> Iterator[None]:
-        """Closes the run where an error is raised inside, which is raised again as the user is to read it."""
+        """Close the run if the block raises an error; raise it again with the message meant for the user."""
         try:
             yield
         except BaseException as error:
@@ -134,8 +134,8 @@ class _AttachedRun:
             raise found from (None if found is error else error)
 
     def close(self, error: BaseException | None) -> str | BaseException:
-        """Close the run after its end, or after ``error``; returns notices of its result, or the error that ended it,
-        as the user is to read it."""
+        """Close the run after its end, or after ``error``; return the notices of its result, or the error that ended
+        it, with the message meant for the user."""
         if isinstance(error, Exception) and self._opened is not None and not self._opened.is_finished:
             error = self._opened.session.explained(error)
         try:
@@ -149,7 +149,7 @@ class _AttachedRun:
 
 
 class Planning:
-    """Measures the task of a run and writes the measurement there; several one after the other."""
+    """Measures the task of a run and writes the measurement to the run's folder; handles one task after the other."""
 
     refresh = False
     is_usable = True
@@ -158,7 +158,7 @@ class Planning:
         self._measured: dict[int, str | BaseException] = {}
 
     def attach(self, run: HostedRun) -> None:
-        """Measure the task of a run; errors as of :meth:`alto.engine.runner.TaskRunner.plan`."""
+        """Measure the task of a run; errors as in :meth:`alto.engine.runner.TaskRunner.plan`."""
         folder, runner = RunDir.open(run.run_dir), _runner(run.is_interrupted, RunDir.open(run.run_dir))
         task = load_run_task(folder, trust_remote_code=run.trust_remote_code)
         try:
@@ -170,20 +170,23 @@ class Planning:
         self._measured[run.number] = ""
 
     def turn(self) -> Mapping[int, str | BaseException]:
-        """The runs whose tasks were measured."""
+        """Return the runs whose tasks were measured."""
         measured, self._measured = self._measured, {}
         return measured
 
 
 class PlanningAnew(Planning):
-    """The same, measured again even where a measurement is cached."""
+    """Like `Planning`, but measures again even if a measurement is cached."""
 
     refresh = True
 
 
 def _runner(is_interrupted: Callable[[], bool], run: RunDir, *, check: Callable[[], None] = lambda: None) -> TaskRunner:
-    """A runner with the other ranks of this executor; alone, it keeps its base model. That its task is being measured
-    is written into the journal of ``run``, which those who watch it follow; its first event takes that place."""
+    """Return a runner for the ranks of this executor; a single rank keeps its base model loaded.
+
+    While the task is measured, the first rank writes that to the journal of ``run`` for those who watch it; the first
+    training event overwrites it.
+    """
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,4 +1,4 @@
-"""Carries out the scheduler's plan of which jobs are resident, and offers GPUs that the last jobs do not need."""
+"""Carries out the intra-task scheduler's plan of resident jobs, and offers GPUs that the last jobs do not need."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ class Admission:
         self._planned_for: tuple[int, ResidentLimits] | None = None
 
     def admit_jobs(self, share: int | None = None, taken: Collection[int] = ()) -> bool:
-        """Carry out the scheduler's plan, where it may have changed.
+        """Admit and park jobs as the scheduler plans, where its plan may have changed.
+
+        Args:
+            share: Most slots that the task may have; None sets no limit.
+            taken: Slots held by jobs of other tasks.
 
         Returns:
             Whether a plan was made.
@@ -42,7 +46,7 @@ class Admission:
         for parking in plan.park:
             self._lifecycle.park(state.jobs[parking.job], parking.reason)
         if plan.park:
-            ranks.barrier()  # one rank may read what another has saved
+            ranks.barrier()  # a rank may read the state that another rank has just saved
         for admission in plan.admit:
             self._lifecycle.admit(
                 state.jobs[admission.job],
@@ -55,10 +59,10 @@ class Admission:
         return True
 
     def _demands(self) -> Iterator[JobDemand]:
-        """What every job that has not ended needs of the bank."""
+        """Yield what each job that has not ended needs of the bank."""
         selection = self._state.selection
         scoring = self._state.context.task.scoring
-        # Answers are those of the adapter at the rung, which a job that continues no longer has.
+        # Scored rungs need the adapter as it is at the rung, and a job that runs ahead no longer has it.
         certain = selection.certain_to_be_kept() if scoring is None or not scoring.rungs else frozenset()
         for job in self._state.competing():
             yield JobDemand(
@@ -74,14 +78,15 @@ class Admission:
 
 
 class GpuOffers:
-    """Offers to continue with fewer GPUs: reports, once per number of remaining jobs, how long they would take with one
-    GPU each. The queue may then stop this executor and resume the task with that number of GPUs.
+    """Offers to continue with fewer GPUs.
+
+    It reports, once for each number of remaining jobs, how long they would take with one GPU each. The queue may then
+    stop this executor and resume the task with that number of GPUs.
 
     Args:
-        state: Of the task.
-        recorder: Writes an offer into the journal.
-        throughput: Measured duration of steps on the ranks of this executor; None where nothing was measured: then
-            nothing is offered.
+        state: State of the task.
+        recorder: Writes offers into the journal.
+        throughput: Measured duration of steps on the ranks of this executor; without it (None), nothing is offered.
     """
 
     def __init__(self, state: TaskState, recorder: JournalRecorder, throughput: Throughput | None) -> None:
@@ -91,7 +96,7 @@ class GpuOffers:
         self._num_offered: int | None = None
 
     def offer(self) -> None:
-        """Record an offer, where there is a new one."""
+        """Record an offer if there is a new one."""
         context, training = self._state.context, self._state.active()
         if (
             self._throughput is None

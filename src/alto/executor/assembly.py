@@ -1,4 +1,4 @@
-"""Assembles a trainer: the one place where a bank is made and injected into a base model, for training and
+"""Builds a trainer. This is the only place where a bank is made and injected into a base model, for training and for
 profiling."""
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ __all__ = ["BankSize", "build_trainer", "state_dtype_of", "working_dtype_on"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BankSize:
-    """The size of one rank's bank, and the optimizers of its jobs; equal on all ranks.
+    """The size of one rank's bank and the optimizers of its jobs; equal on all ranks.
 
     Attributes:
         modules: Every module that at least one job targets, in the model's order.
-        max_rank: The largest rank of any job.
+        max_rank: Largest rank of any job.
         rank_step: Greatest common divisor of the ranks of all jobs.
-        extras: Further tensors of all jobs.
-        num_slots: Number of jobs that it can hold.
-        optims: Optimizers of its jobs.
+        num_slots: Number of jobs that the bank can hold.
+        optims: Optimizers of the jobs.
+        extras: Further trained tensors of all jobs.
         adapter_dtype: Precision of adapters and their gradients.
-        working_dtype: Of the bank's copies of its weights; None without.
-        state_dtype: Of the moments of ``adamw_torch``; see :class:`alto.lora.SlotAdamW`.
+        working_dtype: Dtype of the bank's working copies of its weights; None if it keeps none.
+        state_dtype: Dtype of the moments of ``adamw_torch``; see :class:`alto.lora.SlotAdamW`.
     """
 
     modules: tuple[TargetModule, ...]
@@ -71,14 +71,14 @@ class BankSize:
         adapter_dtype: AdapterDtype = "float32",
         optim_state_dtype: AdapterDtype | None = None,
     ) -> Self:
-        """The smallest bank with slots large enough for each of ``jobs``.
+        """Return the smallest bank size whose slots fit each of ``jobs``.
 
         Args:
-            jobs: One or more.
-            backbone: The base model they were planned for, with or without injected adapters.
+            jobs: At least one job.
+            backbone: The base model for which the jobs were planned, with or without injected adapters.
             num_slots: Number of slots of one rank's bank.
-            adapter_dtype: As ``task.adapter_dtype``.
-            optim_state_dtype: As ``task.optim_state_dtype``.
+            adapter_dtype: The task's ``adapter_dtype``.
+            optim_state_dtype: The task's ``optim_state_dtype``.
         """
         targeted = {module for job in jobs for module in job.shape.targets}
         return cls(
@@ -95,35 +95,37 @@ class BankSize:
 
     @property
     def bytes_per_slot(self) -> int:
-        """Bytes of an adapter of the largest rank on all modules, its gradient and its optimizer state."""
+        """Bytes of one slot: an adapter of the largest rank on all modules, its gradient and its optimizer state."""
         layout = BankLayout(modules=self.modules, max_rank=self.max_rank, extras=self.extras)
         dtypes = (ADAPTER_DTYPES[self.adapter_dtype], self.working_dtype, self.state_dtype)
         return bank_bytes(layout, 1, self.optims, *dtypes)
 
 
 def working_dtype_on(backbone: Backbone, adapter_dtype: AdapterDtype) -> torch.dtype | None:
-    """Dtype of the copies that a bank on ``backbone`` keeps of its weights; None where it keeps none."""
+    """Return the dtype of the working copies that a bank on ``backbone`` keeps of its weights; None if there are
+    none."""
     ops = choose_backend(device=backbone.device)
     found: torch.dtype | None = ops.working_dtype(backbone.dtype, ADAPTER_DTYPES[adapter_dtype])
     return found
 
 
 def state_dtype_of(optim_state_dtype: AdapterDtype | None) -> torch.dtype | None:
-    """Dtype of the moments of ``adamw_torch`` by ``task.optim_state_dtype``; see :class:`alto.lora.SlotAdamW`."""
+    """Return the dtype of the moments of ``adamw_torch`` for ``task.optim_state_dtype``; see
+    :class:`alto.lora.SlotAdamW`."""
     return None if optim_state_dtype is None else ADAPTER_DTYPES[optim_state_dtype]
 
 
 def build_trainer(
     backbone: Backbone, size: BankSize, micro_batches: MicroBatches, ranks: Ranks | None = None
 ) -> Trainer:
-    """A trainer with an empty bank. The targeted modules of ``backbone`` are wrapped in place; this replaces the bank
+    """Build a trainer with an empty bank. It wraps the targeted modules of ``backbone`` in place and replaces a bank
     that was injected before.
 
     Args:
-        backbone: The base model; one forward pass is run on it, of a few tokens.
-        size: Of this rank's bank.
+        backbone: The base model; this runs one forward pass of a few tokens on it.
+        size: Size of this rank's bank.
         micro_batches: Splits steps and evaluations into micro-batches that fit into memory.
-        ranks: This process among those that train together; None where it is alone.
+        ranks: This process among the ranks that train together; None if it is alone.
     """
     layout = BankLayout(
         modules=size.modules,

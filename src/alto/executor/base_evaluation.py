@@ -1,5 +1,5 @@
-"""The validation loss and metrics of what jobs begin with, the frozen base or a saved adapter: the start value of every
-job."""
+"""Evaluates the starting point of the jobs, the frozen base model or a saved adapter on it, for the start value of
+every job."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ __all__ = ["evaluate_base", "start_like_others"]
 
 
 def evaluate_base(state: TaskState, recorder: JournalRecorder) -> None:
-    """Evaluate what jobs begin with once, for the start value of every job, and record it. Where a row does not fit
-    into memory, nothing is recorded: jobs that evaluate that row report the error. Nor is where jobs have heads of
-    their own: the base has none, and the forward passes here end before a head. Nor is without validation rows."""
+    """Evaluate the starting point of the jobs once and record it as the start value of every job.
+
+    Nothing is recorded in three cases: there are no validation rows; the jobs have classification heads, which the base
+    model does not have; or a row does not fit into memory (the jobs that evaluate this row report the error).
+    """
     if state.context.objective.has_head or not state.context.data.has_validation:
         return
-    alike: dict[ObjectiveSettings, list[JobState]] = {}  # jobs with the same loss there
+    alike: dict[ObjectiveSettings, list[JobState]] = {}  # jobs with equal objective settings have equal start values
     for job in state.jobs.values():
         alike.setdefault(job.config.objective, []).append(job)
     configs = [jobs[0].config for jobs in alike.values()]
@@ -57,11 +59,12 @@ def evaluate_base(state: TaskState, recorder: JournalRecorder) -> None:
 
 
 def start_like_others(clone: JobState, state: TaskState, recorder: JournalRecorder) -> None:
-    """Give a clone that begins with new weights the start value of a job with the same loss.
+    """Give a clone or suggestion that begins with new weights the start value of a job with the same objective
+    settings.
 
     Args:
-        clone: A job of the task that was just added.
-        state: Of the task, in whose selection the value is kept.
+        clone: A job that was just added to the task.
+        state: State of the task; its selection keeps the value.
         recorder: Writes the value into the journal.
     """
     metric = state.context.task.metric

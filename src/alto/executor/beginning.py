@@ -1,4 +1,4 @@
-"""The first journal events of a task that begins or is resumed."""
+"""The first journal events of a task that starts or is resumed."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ __all__ = ["RunStart", "begin_events", "compile_notes", "resume_event"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStart:
-    """The inputs of a run that begins or is resumed.
+    """The inputs of a run that starts or is resumed.
 
     Attributes:
-        run_dir: Its run directory.
-        resume_state: Of an interrupted run; an empty one begins the task.
-        forecast: Measured memory, packing and duration of the task; None where nothing was measured.
-        base: Fingerprint and precision of the base model, for the journal; None where they are not recorded.
+        run_dir: The run directory.
+        resume_state: State of an interrupted run; an empty one starts the task from its first step.
+        forecast: Measured memory, packing and duration of the task; None if nothing was measured.
+        base: Fingerprint and precision of the base model, for the journal; None if they are not recorded.
     """
 
     run_dir: RunDir
@@ -47,7 +47,7 @@ class RunStart:
         return bool(self.resume_state.lines)
 
     def throughput(self, num_ranks: int) -> Throughput | None:
-        """Measured duration of steps on ``num_ranks`` ranks; None where it was not measured."""
+        """Return the measured duration of steps on ``num_ranks`` ranks; None if it was not measured."""
         if not self.is_resumed:
             return None if self.forecast is None else self.forecast.throughput
         if self.resume_state.started.num_ranks != num_ranks:
@@ -57,7 +57,7 @@ class RunStart:
 
 
 def begin_events(state: TaskState, start: RunStart) -> Iterator[Event]:
-    """The event before the first job is admitted: what is trained, and its expected memory and duration."""
+    """Yield the events before the first job is admitted: the task's description, its expected memory and duration."""
     context, jobs = state.context, list(state.jobs.values())
     task, data, configs = context.task, context.data, [job.config for job in jobs]
     yield TaskStarted(
@@ -115,7 +115,7 @@ def _described(data: TaskData, fingerprints: dict[str, str]) -> dict[str, Any]:
 
 
 def resume_event(state: TaskState, start: RunStart) -> TaskResumed:
-    """The event of a resumed run; it describes the base model where the journal did not."""
+    """Return the event of a resumed run. It describes the base model if the journal does not yet."""
     return TaskResumed(
         notes=start.resume_state.notes,
         base=start.base if start.resume_state.base is None else None,
@@ -127,7 +127,7 @@ def resume_event(state: TaskState, start: RunStart) -> TaskResumed:
 
 
 def _packing(state: TaskState) -> dict[str, Any]:
-    """The settings that decide which jobs share a forward pass; two runs with equal settings are bit-identical."""
+    """Return the settings that decide which jobs share a forward pass; runs with equal settings are bit-identical."""
     task = state.context.task
     return {
         "max_slots": task.max_slots,
@@ -166,7 +166,8 @@ def _padding_notes(backbone: Backbone) -> tuple[str, ...]:
 
 
 def compile_notes(state: TaskState) -> tuple[str, ...]:
-    """Which linear layers are inside of compiled layers, and which are not, with the reason."""
+    """Return a note on how many groups of linear layers have their adapters inside the compiled layers, and why not
+    all."""
     if not state.context.backbone.is_compiled:
         return ()
     inside, total = state.trainer.graph_groups
@@ -178,7 +179,7 @@ def compile_notes(state: TaskState) -> tuple[str, ...]:
 
 
 def _fusion_notes(backbone: Backbone) -> tuple[str, ...]:
-    """Where a GPU computes the layers of the base without fused kernels, or some of them."""
+    """Return a note on modules of the base model that run without fused kernels on a GPU."""
     fusion = backbone.fusion
     if backbone.device.type != "cuda" or not fusion.kept:
         return ()
@@ -201,7 +202,7 @@ def _object_notes(base: BaseModelSpec) -> tuple[str, ...]:
 def _rung_notes(state: TaskState) -> tuple[str, ...]:
     jobs, policy, task = state.jobs.values(), state.context.policy, state.context.task
     rungs = policy.rungs
-    if task.search.algorithm == "grid":  # others add jobs, so that any rung may end some
+    if task.search.algorithm == "grid":  # other algorithms add jobs, so that any rung may end jobs
         rungs = policy.ending_rungs(len({task.repetitions.get(job, job) for job in state.jobs}))
     rises = [job.config.lr_warmup_share(job.total_steps) for job in jobs]
     return rung_notes(rungs, rises)

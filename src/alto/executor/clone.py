@@ -16,20 +16,20 @@ __all__ = ["clone_job", "describe_changes", "next_id"]
 
 
 def clone_job(origin: Job, changes: Mapping[str, Any], others: Collection[JobState], *, warm: bool, task: Task) -> Job:
-    """A new job with the configuration of ``origin`` but for ``changes`` (any spelling of a job's keys and
-    of the settings of the task's method).
+    """Return a new job with the configuration of ``origin`` and ``changes`` to it.
 
-    ``lora_alpha`` keeps its ratio to ``r`` unless it is given, and a number of epochs takes the place of ``max_steps``.
+    ``lora_alpha`` keeps its ratio to ``r`` unless it is given. A given number of epochs replaces ``max_steps``.
 
     Args:
-        origin: The job to be cloned.
-        changes: New values of its settings, by key.
+        origin: The job to clone.
+        changes: New values by key, in any spelling of a job's keys and of the settings of the task's method.
         others: All jobs of the task.
-        warm: Whether the clone starts from the weights of ``origin``; then its configuration may be the same.
-        task: The task of all these jobs.
+        warm: Whether the clone starts from the weights of ``origin``; then it may have the configuration of another
+            job.
+        task: The task of these jobs.
 
     Raises:
-        JobCommandError: Another job has this configuration already.
+        JobCommandError: Another job already has this configuration.
         SpecError: A change is not valid.
     """
     of = find_method(task.method)
@@ -52,12 +52,12 @@ def clone_job(origin: Job, changes: Mapping[str, Any], others: Collection[JobSta
 
 
 def describe_changes(origin: Job, clone: Job) -> str:
-    """The settings that differ between the two, as text."""
+    """Return the settings that differ between the two jobs, as text."""
     before, after = origin.config.to_dict(), clone.config.to_dict()
     return ", ".join(f"{key}={after[key]}" for key in after if after[key] != before[key]) or "nothing changed"
 
 
 def next_id(ids: Iterable[str]) -> str:
-    """The id of a job that is added to those with ``ids``."""
+    """Return the id for a job that is added to the jobs with ``ids``."""
     numbers = [job.removeprefix("job-") for job in ids]
     return f"job-{max(map(int, numbers)) + 1:0{max(map(len, numbers))}d}"

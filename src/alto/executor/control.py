@@ -1,4 +1,4 @@
-"""User commands to a running task: stop, resume or clone a job."""
+"""User commands for a running task: stop, resume or clone a job."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ __all__ = ["Control"]
 
 
 class Control:
-    """Carries out the commands in a run's mailbox. Made by :meth:`build`.
+    """Carries out the commands in a run's mailbox. Built by :meth:`build`.
 
     Every rank carries out the same commands; only the first rank answers them. A command is answered when its effect is
-    committed; until then it stays in the mailbox, so a task that dies in between reads it again. The journal records
-    which commands took effect.
+    committed. Until then it stays in the mailbox, so a task whose process dies in between reads it again when it is
+    resumed. The journal records which commands took effect.
 
     Args:
-        state: Of the task.
+        state: State of the task.
         lifecycle: Changes the state of jobs.
         recorder: Writes refusals and start values of clones into the journal.
-        mailbox: Of the run.
-        answers: Answers to commands that took effect before the run was resumed, by id.
+        mailbox: Mailbox of the run.
+        answers: Answers by command id, for commands that took effect before the run was resumed.
     """
 
     def __init__(
@@ -59,22 +59,22 @@ class Control:
         mailbox: Mailbox,
         resume_state: ResumeState,
     ) -> Self:
-        """With the answers recorded in the journal of an interrupted run.
+        """Build a control with the answers recorded in the journal of an interrupted run.
 
         Args:
-            state, lifecycle, recorder, mailbox: As of the constructor.
-            resume_state: What the run is resumed from; an empty one contains no command.
+            state, lifecycle, recorder, mailbox: See the constructor.
+            resume_state: State that the run is resumed from; an empty one contains no command.
         """
         found = (_answered(entry.event) for entry in resume_state.entries)
         return cls(state, lifecycle, recorder, mailbox, dict(answer for answer in found if answer is not None))
 
     @property
     def has_answers(self) -> bool:
-        """Whether a user waits for the next checkpoint."""
+        """Whether a user is waiting for the next checkpoint."""
         return bool(self._unsent)
 
     def pending(self) -> list[Command]:
-        """The commands in the mailbox; only the first rank reads it."""
+        """Return the commands in the mailbox; only the first rank reads it."""
         return self._mailbox.pending()
 
     def apply(self, commands: Sequence[Command]) -> None:
@@ -87,13 +87,13 @@ class Control:
             self._unsent.append(command.id)
 
     def send_answers(self) -> None:
-        """Answer the commands whose effect is committed."""
+        """Answer the commands whose effects are committed."""
         for command in self._unsent if self._is_first else ():
             self._mailbox.answer(command, self._answers[command])
         self._unsent = []
 
     def close(self) -> None:
-        """Refuse the remaining commands: the task has ended."""
+        """Refuse the remaining commands, because the task has ended."""
         for command in self.pending() if self._is_first else ():
             answer = Answer(done=False, message="the task has just ended; give the command again")
             self._mailbox.answer(command.id, answer)
@@ -106,7 +106,7 @@ class Control:
         try:
             return Answer(done=True, message=self._carry_out(command))
         except (RunBusyError, RunWriteError):
-            raise  # not caused by the command, whose effect may not be in the journal
+            raise  # the command is not the cause, and its effect may be missing in the journal
         except AltoError as error:
             self._recorder.command_refused(command.id, command.job, str(error))
             return Answer(done=False, message=str(error))
@@ -181,7 +181,7 @@ class Control:
 
 
 def _answered(event: Event) -> tuple[str, Answer] | None:
-    """The command that an event is the effect of, and its answer; None of all other events."""
+    """Return the command that caused an event, and its answer; None for events that no command caused."""
     match event:
         case CommandRefused(command=command, why=why):
             return command, Answer(done=False, message=why)

@@ -1,4 +1,4 @@
-"""How far adapters have gone from what they are compared with: the estimate that KTO's loss needs."""
+"""The divergence of adapters from their reference model, an estimate that KTO's loss needs."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ __all__ = ["Divergences"]
 
 
 class Divergences:
-    """Estimates the divergence of jobs from their reference: from the frozen base, or from the adapter that the jobs
-    of a task begin with (TRL 1.16, ``KTOTrainer`` of a model with a trained adapter).
+    """Estimates the divergence of jobs from their reference: the frozen base model, or the adapter that the jobs of a
+    task begin with (TRL 1.16, ``KTOTrainer`` of a model with a trained adapter).
 
     Args:
         backbone: The base model, whose targeted modules are wrapped for ``bank``.
-        bank: Of this rank.
+        bank: Bank of this rank.
         micro_batches: Splits the rows into micro-batches that fit into memory.
-        ranks: This process among those that train together.
+        ranks: This process among the ranks that train together.
         share: This rank's part of the work.
     """
 
@@ -49,18 +49,20 @@ class Divergences:
 
     @torch.no_grad()
     def estimate(self, batches: Sequence[JobBatch], forward_context: ForwardContext) -> Tensor | None:
-        """The estimated divergence of each job's adapter over its whole batch, ``[len(batches)]`` float64 nats, at
-        least 0: the mean log-ratio of prompts with replies of other rows. It is found before the first micro-batch of a
-        step, so that it does not depend on how a batch is split. 0 for jobs that do not need it, None where no job
-        does.
+        """Return the estimated divergence of each job's adapter over its whole batch, ``[len(batches)]`` float64 nats,
+        at least 0.
+
+        The estimate is the mean log-ratio of prompts with the replies of other rows. It is computed before the first
+        micro-batch of a step, so that it does not depend on how the batch is split. It is 0 for jobs that do not need
+        it; the result is None if no job does.
 
         Args:
-            batches: Jobs with the rows of a batch each.
+            batches: Jobs, each with the rows of a batch.
             forward_context: Gives the wrapped modules the slots of a micro-batch's tokens.
 
         Raises:
-            RowTooLargeError: A row does not fit into memory by itself.
-            DeviceMemoryError: A micro-batch does not fit, and other ranks have begun it.
+            RowTooLargeError: A single row does not fit into memory.
+            DeviceMemoryError: A micro-batch does not fit, and other ranks have already begun it.
         """
         asked = [(index, *batch) for index, batch in enumerate(batches) if batch[0].config.objective.needs_kl]
         if not asked:
@@ -97,9 +99,9 @@ class Divergences:
     def _reference_losses(
         self, batch: TokenBatch, here: Mapping[int, JobState], forward_context: ForwardContext
     ) -> Tensor:
-        """Cross-entropy of every trained token under the reference of its job, ``[S]`` nats.
+        """Return the cross-entropy of every trained token under the reference of its job, ``[S]`` nats.
 
-        On several ranks, which run equally many forward passes, all jobs are of one task.
+        With several ranks, all jobs belong to one task, so that all ranks run the same number of forward passes.
         """
         starts = {local_slot: job.context.start for local_slot, job in here.items()}
         begun = {local_slot: start for local_slot, start in starts.items() if start is not None}
@@ -116,8 +118,8 @@ class Divergences:
 
     @contextlib.contextmanager
     def _at_start(self, begun: Mapping[int, StartAdapter]) -> Iterator[None]:
-        """Inside, the adapters in these local slots are those that their jobs began with; afterwards they are as
-        before, bit by bit."""
+        """Put the adapters that the jobs began with into these local slots; restore the present adapters bit by bit on
+        exit."""
         params_ZP = self._bank.params_ZP
         kept = {local_slot: params_ZP[local_slot].clone() for local_slot in begun}
         try:

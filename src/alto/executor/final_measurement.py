@@ -1,4 +1,4 @@
-"""Measures the best adapters of a task once more in the end, and on its test rows."""
+"""Measures the best adapters of a task again at its end, and tests them on its test rows."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["measure_best", "tested_losses", "to_be_tested"]
 
 
 def measure_best(state: TaskState, recorder: JournalRecorder) -> None:
-    """Measure the best adapters of the best jobs, which the winner is chosen from, and test those that may win; does
-    nothing where every evaluation was on all rows.
+    """Measure the best adapters of the leading jobs, among which the winner is chosen, and test the adapters that may
+    win. Do nothing if every evaluation was on all rows.
 
     Args:
-        state: State of the task, whose jobs have all ended and whose bank has a free slot.
+        state: State of the task; all its jobs have ended and the bank has a free slot.
         recorder: Writes the result into the journal.
     """
     context, selection, planned = state.context, state.selection, state.context.task.early_exit.final_evaluations
@@ -43,7 +43,7 @@ def measure_best(state: TaskState, recorder: JournalRecorder) -> None:
 
 
 def _tested_best(state: TaskState, measured: Sequence[LossPoint]) -> dict[str, Evaluated]:
-    """The losses on the test rows of the measured jobs that may win, by job."""
+    """Return the losses on the test rows of the measured jobs that may win, by job."""
     found: dict[str, Evaluated] = {}
     if state.context.data.test is None or state.context.task.test_jobs == "all":
         return found
@@ -58,7 +58,8 @@ def _tested_best(state: TaskState, measured: Sequence[LossPoint]) -> dict[str, E
 
 
 def tested_losses(state: TaskState, jobs: Sequence[JobState]) -> dict[str, Evaluated]:
-    """The losses of resident ``jobs`` on the test rows, by job; without those that they do not fit into memory of."""
+    """Return the losses of resident ``jobs`` on the test rows, by job; omit jobs whose test rows do not fit into
+    memory."""
     while jobs and state.context.data.test is not None:
         try:
             return dict(zip((job.id for job in jobs), state.trainer.evaluate(jobs, "test"), strict=True))
@@ -68,8 +69,12 @@ def tested_losses(state: TaskState, jobs: Sequence[JobState]) -> dict[str, Evalu
 
 
 def to_be_tested(state: TaskState, best: Sequence[JobState]) -> Sequence[JobState]:
-    """The jobs, of those with a new best evaluation, whose test loss the result may need: the winner by the validation
-    loss has led since its best evaluation, anything else that chooses a winner may turn to any job."""
+    """Return the jobs among ``best``, which have a new best evaluation, whose test loss the result may need.
+
+    If the lowest validation loss decides alone, that is the current leader: the winner has led since its best
+    evaluation. If anything else can choose the winner, any job may win. If adapters are tested at the end, the list is
+    empty.
+    """
     task = state.context.task
     if state.context.has_final_evaluations and task.test_jobs != "all":
         return []
@@ -80,5 +85,5 @@ def to_be_tested(state: TaskState, best: Sequence[JobState]) -> Sequence[JobStat
 
 
 def _is_won_by_loss(task: Task) -> bool:
-    """Whether the job with the lowest validation loss wins, and nothing else can choose another."""
+    """Return whether the job with the lowest validation loss wins, and nothing else can choose another job."""
     return task.metric == LOSS and task.select_by == "metric" and not task.repetitions

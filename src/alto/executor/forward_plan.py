@@ -1,4 +1,4 @@
-"""Which tokens of a forward pass belong to which slot, and what is drawn for them: dropout masks and noise."""
+"""The assignment of a forward pass's tokens to slots, and the dropout masks and noise drawn for them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def training_pass(
     by_local_slot: Mapping[int, JobState],
     prepared: PreparedStep,
 ) -> AbstractContextManager[None]:
-    """Inside, a forward pass over ``batch`` is that of a training step: with dropout and noise."""
+    """Enter a context in which a forward pass over ``batch`` is part of a training step, with dropout and noise."""
     schedule = prepared.schedule(schedule_of(batch, by_local_slot, training=True))
     return _drawn(backbone, forward_context, schedule, _noise_of(batch, by_local_slot, backbone.device))
 
@@ -42,13 +42,13 @@ def _drawn(
 def schedule_of(
     batch: TokenBatch, by_local_slot: Mapping[int, JobState], *, training: bool, steps_ahead: int = 0
 ) -> TokenSchedule:
-    """Which tokens of ``batch`` belong to which slot, with dropout where it trains.
+    """Return the schedule that assigns the tokens of ``batch`` to slots.
 
     Args:
         batch: The tokens of a micro-batch.
         by_local_slot: The jobs in the slots.
-        training: Whether the jobs drop out.
-        steps_ahead: How many steps after the one that the jobs take next.
+        training: Whether dropout applies.
+        steps_ahead: Number of steps after the next step of the jobs.
     """
     jobs = [by_local_slot[local_slot] for local_slot in batch.slots]
     dropout = [
@@ -64,7 +64,7 @@ def schedule_of(
 
 
 def _noise_of(batch: TokenBatch, by_local_slot: Mapping[int, JobState], device: torch.device) -> TokenNoise | None:
-    """The noise on the embeddings of the jobs that train with it."""
+    """Return the noise on the embeddings of the jobs that train with it; None if no job does."""
     jobs = [by_local_slot[local_slot] for local_slot in batch.slots]
     if not any(job.config.neftune_noise_alpha for job in jobs):
         return None

@@ -1,4 +1,4 @@
-"""The state of one job while its task runs."""
+"""The state of one job in a running task."""
 
 from __future__ import annotations
 
@@ -16,25 +16,27 @@ __all__ = ["JobState", "initial_states"]
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class JobState:
-    """One job of a task that runs.
+    """One job of a running task.
 
     Attributes:
-        planned: Its constant part: configuration, shape, steps.
-        context: Its task, which holds its rows, objective, metric and early-exit settings.
-        starts_warm: A clone that begins with the adapter in its ``start`` folder.
-        forked_at: Steps after which it continues where another job was; 0 of all others.
+        planned: The constant part of the job: configuration, shape, steps.
+        context: The task's context, with rows, objective, metric and early-exit settings.
+        starts_warm: Whether the job is a clone that begins with the adapter in its ``start`` folder.
+        forked_at: Step from which it continues the state of another job; 0 for all other jobs.
         fits: Whether a bank with a slot for its adapter fits into memory, as far as is known.
         step: Steps done.
-        slot: Where it is resident, counted over all ranks; None while it is pending, parked or over.
-        is_data_parallel: Every rank holds a copy of its adapter in the same local slot and trains a part of its rows;
-            ``slot`` is that of the first.
-        saved_step: Step of its ``last`` state on disk, or after which it ended for good; 0 while there is none.
-        is_resumable: Its ``last`` state is saved; not of a job that has ended for good.
-        saved_best_step: Step of its ``best`` state on disk; 0 while there is none.
+        slot: Its slot, counted over all ranks; None while it is pending, parked or has ended.
+        is_data_parallel: Whether every rank holds a copy of its adapter in the same local slot and trains a part of its
+            rows; ``slot`` is then the slot of the first copy.
+        saved_step: Step of its ``last`` state on disk, or the step after which it ended for good; 0 before the first
+            save.
+        is_resumable: Whether its ``last`` state is kept, so that it can be resumed; false for a job that has ended for
+            good.
+        saved_best_step: Step of its ``best`` state on disk; 0 before the first save.
         unsaved_losses: Training losses since the last ``train`` event.
-        unsaved_router_losses: Load-balancing losses of the same steps; empty where it trains without.
-        unsaved_best: Step and weights of its best adapter, where it is not on disk yet; only the rank that will write
-            them has the weights.
+        unsaved_router_losses: Load-balancing losses of the same steps; empty if it trains without them.
+        unsaved_best: Step and weights of its best adapter if it is not on disk yet; only the rank that will write the
+            weights holds them.
     """
 
     planned: PlannedJob
@@ -74,7 +76,7 @@ class JobState:
 
     @property
     def is_due(self) -> bool:
-        """Whether it has to be evaluated after the steps it has done."""
+        """Whether it must be evaluated after the steps it has done."""
         return self.step in self.planned.evaluation_steps
 
     @property
@@ -84,29 +86,30 @@ class JobState:
 
     @property
     def step_tokens(self) -> int:
-        """Tokens of one of its steps in expectation, rounded up."""
+        """Expected number of tokens of one of its steps, rounded up."""
         num_rows = min(self.config.rows_per_step, len(self.context.data.train))
         return math.ceil(num_rows * self.context.row_tokens)
 
     @property
     def next_step_tokens(self) -> int:
-        """Tokens of its next step."""
+        """Number of tokens of its next step."""
         rows = self.order.rows_of_step(self.step)
         return sum(self.context.data.train.num_row_tokens[row] for row in rows)
 
     @property
     def needs_own_slot(self) -> bool:
-        """Whether the bank has a slot more for it: not for one that takes the place of another, as the search adds
-        them."""
+        """Whether the bank needs one more slot for it; false for a job that the search adds, which takes the place of
+        another."""
         is_initial = any(job is self.planned for job in self.context.jobs)
         return is_initial or not (self.forked_at or self.planned.job.values)
 
     def samples_until(self, num_steps: int) -> int:
-        """Training rows that it has read itself after ``num_steps`` steps; a row counts each time it is read."""
+        """Return the training rows that the job itself has read after ``num_steps`` steps; a row counts each time it is
+        read."""
         num_rows = len(self.context.data.train)
         return self.config.samples_after(num_steps, num_rows) - self.config.samples_after(self.forked_at, num_rows)
 
 
 def initial_states(context: TaskContext) -> list[JobState]:
-    """Every job of a task before its first step, none of them resident."""
+    """Return the state of every job of a task before its first step; none is resident."""
     return [JobState(planned=job, context=context) for job in context.jobs]

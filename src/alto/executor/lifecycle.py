@@ -22,7 +22,7 @@ class JobLifecycle:
     Args:
         state: State of the task; modified.
         recorder: Writes each change into the journal.
-        run_dir: Of the run, whose lock is checked before states are saved.
+        run_dir: The run directory; its lock is checked before states are saved.
     """
 
     def __init__(self, state: TaskState, recorder: JournalRecorder, run_dir: RunDir) -> None:
@@ -36,9 +36,9 @@ class JobLifecycle:
 
         Args:
             job: A pending or parked job.
-            slot: Counted over all ranks.
-            reason: Why this job, for the journal.
-            is_data_parallel: It enters the same local slot on every rank.
+            slot: Slot number, counted over all ranks.
+            reason: Reason for this choice, for the journal.
+            is_data_parallel: Whether it enters the same local slot on every rank.
         """
         slot_manager = self._state.slot_manager
         slot_manager.admit(job, slot, is_data_parallel=is_data_parallel)
@@ -55,11 +55,11 @@ class JobLifecycle:
 
         Args:
             job: A job that has not ended.
-            decision: Why it ends early; None after its last step.
-            command: Id of the user's command; None where a rule ended the job.
+            decision: Reason for an early exit; None after the last step.
+            command: Id of the user's command; None if a rule ended the job.
         """
         self._recorder.losses(job)
-        # A job that its user stops can be resumed while the task runs.
+        # A job that a user has stopped can be resumed while the task runs.
         job.is_resumable = self._keeps_all or (decision is not None and decision.reason is ExitReason.STOPPED)
         slot = self._state.slot_manager.evict(job) if job.slot is not None else None
         best = self._state.selection.best(job.id)
@@ -69,11 +69,11 @@ class JobLifecycle:
             self._recorder.job_exited(job, slot, best, decision, command)
 
     def finish(self, job: JobState, test: Evaluated | None) -> None:
-        """End a job that nothing has evaluated, after its last step.
+        """End a job after its last step in a task without validation.
 
         Args:
             job: The job, in its slot.
-            test: Its loss on the test rows; None where it was not measured.
+            test: Its loss on the test rows; None if it was not measured.
         """
         self._recorder.losses(job)
         job.is_resumable = self._keeps_all
@@ -92,7 +92,7 @@ class JobLifecycle:
         self.end(job, decision)
 
     def reopen(self, job: JobState, command: str) -> None:
-        """Resume a job that was ended, for the user's command with that id.
+        """Resume a job that had ended, for the user's command with id ``command``.
 
         Raises:
             DeviceMemoryError: Its adapter does not fit; nothing is changed.
@@ -104,22 +104,22 @@ class JobLifecycle:
         self._recorder.job_reopened(job, command)
 
     def add_clone(self, clone: JobState, origin: JobState, command: str) -> None:
-        """Add a clone of a job while the task runs; it is pending.
+        """Add a clone as a pending job while the task runs.
 
         Args:
             clone: The new job.
-            origin: The job that it is a clone of.
+            origin: The cloned job.
             command: Id of the user's command.
 
         Raises:
-            DeviceMemoryError: Its adapter does not fit; nothing is changed.
+            DeviceMemoryError: The clone's adapter does not fit; nothing is changed.
         """
         self._add(clone)
         self._state.selection.add(clone.id, clone.total_steps, loss_scale(clone.config.model_dump()))
         self._recorder.job_added(clone, origin=origin.id, command=command)
 
     def add_suggestion(self, job: JobState) -> None:
-        """Add a job that the search suggests; it is pending. One whose adapter does not fit into memory ends as
+        """Add a job that the search suggests; it is pending. A job whose adapter does not fit into memory ends as
         ``failed``."""
         state = self._state
         try:
@@ -139,15 +139,15 @@ class JobLifecycle:
         start_like_others(job, state, self._recorder)
 
     def add_fork(self, fork: JobState, origin: JobState, replaces: str) -> None:
-        """Add a job that continues where ``origin`` is, with its weights and optimizer state; it is parked.
+        """Add a job that continues the training of ``origin`` with its weights and optimizer state; it is parked.
 
         Args:
             fork: The new job.
-            origin: A job that trains, of the same shape.
-            replaces: The job that ended for it.
+            origin: A job that trains, with the same shape.
+            replaces: The ended job that the new job replaces.
 
         Raises:
-            DeviceMemoryError: As in :meth:`add_clone`.
+            DeviceMemoryError: The adapter does not fit; nothing is added.
         """
         fork.forked_at = origin.step
         self._add(fork)
@@ -165,7 +165,7 @@ class JobLifecycle:
         self._state.jobs[job.id] = job
 
     def _fit(self, job: JobState) -> None:
-        """Make the bank large enough for ``job`` too."""
+        """Make the bank large enough for ``job`` as well."""
         state = self._state
         state.slot_manager.fit([*(one for one in state.jobs.values() if one.fits), job])
 
@@ -174,10 +174,10 @@ class JobLifecycle:
         self._recorder.job_parked(job, slot, "fewer_slots")
 
     def save(self) -> None:
-        """Commit a checkpoint: all states, and the journal up to here, are durable.
+        """Commit a checkpoint: all states and the journal up to here are durable.
 
         Raises:
-            RunBusyError: As of :meth:`alto.runs.RunDir.check_lock`; no rank has written a state.
+            RunBusyError: The lock is lost (:meth:`alto.runs.RunDir.check_lock`); no rank has written a state.
             RunWriteError: The run directory cannot be written.
         """
         state, ranks = self._state, self._state.context.ranks

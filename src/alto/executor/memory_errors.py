@@ -22,15 +22,15 @@ Phase: TypeAlias = Literal["forward", "backward", "update", "evaluation", "bank"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEvent:
-    """Memory ran out: where, and the new limits.
+    """An out-of-memory event, with the new limits.
 
     Attributes:
-        phase: The work that did not fit: ``forward``, ``backward``, ``update``, ``evaluation`` or ``bank``.
+        phase: The work that did not fit.
         slots: Local slots of the jobs whose rows did not fit.
-        num_tokens: Tokens of the micro-batch that did not fit; 0 where it was no micro-batch.
-        max_tokens_per_pass: Tokens of a micro-batch from now on.
+        num_tokens: Tokens of the micro-batch that did not fit; 0 for other work.
+        max_tokens_per_pass: Largest number of tokens of a micro-batch from now on.
         jobs: Ids of the resident jobs in ``slots``; empty while no bank holds a job.
-        num_slots: Slots of the bank from now on; None where it keeps those it has.
+        num_slots: Number of slots of the bank from now on; None if it is unchanged.
     """
 
     phase: Phase
@@ -42,7 +42,7 @@ class MemoryEvent:
 
 
 class NoMemoryError(MemoryError):
-    """Signal inside this package: the work of ``phase`` did not fit."""
+    """Internal signal: the work of ``phase`` did not fit into memory."""
 
     def __init__(self, phase: Phase) -> None:
         super().__init__(phase)
@@ -50,7 +50,7 @@ class NoMemoryError(MemoryError):
 
 
 class RowTooLargeError(Exception):
-    """Signal inside this package: a row of the job in ``slot`` does not fit, not even in a micro-batch of its own."""
+    """Internal signal: a row of the job in ``slot`` does not fit, even in a micro-batch of its own."""
 
     def __init__(self, slot: int, num_tokens: int) -> None:
         super().__init__(slot, num_tokens)
@@ -63,7 +63,7 @@ def watching(phase: Phase) -> Iterator[None]:
     """Turn every out-of-memory error of the enclosed work into :class:`NoMemoryError`.
 
     A caller that catches it must leave its ``except`` clause before it tries again: until then the error keeps the
-    stack frames, and these keep their tensors.
+    stack frames alive, and with them their tensors.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Notices for the user about the base model, before training."""
+"""Notes for the user about the base model, before training."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["model_notes"]
 
 
 def model_notes(model: PreTrainedModel, configs: Sequence[JobConfig], method: str) -> tuple[str, ...]:
-    """Notices about parts of the base model that the jobs of ``configs`` do not train, about ranks larger than a
-    module's smaller side, about an output head that is tied to the embeddings, about biases that are asked for and
-    absent, about dropout of the base model, and about the load-balancing loss of its routers.
+    """Return notes about the base model: parts that the jobs do not train, ranks larger than a module's smaller side,
+    an output head tied to the embeddings, requested biases that do not exist, dropout of the base model, and the
+    load-balancing loss of its routers.
 
     Args:
-        model: With or without weights, with or without injected adapters.
-        configs: Of every job.
-        method: The task's.
+        model: The base model, with or without weights, with or without injected adapters.
+        configs: Configurations of all jobs.
+        method: The task's method.
     """
     return (
         *untrained_notes(model, configs),

@@ -1,9 +1,9 @@
-"""The load-balancing losses of the routers in one step: of every job over its own tokens.
+"""The load-balancing losses of the routers in one step, for each job over its own tokens.
 
 The loss is a product of two means over the tokens of a micro-step, as transformers' Trainer computes it for each
-forward pass over ``per_device_train_batch_size`` rows; of several micro-steps TRL takes the mean. So where the rows of
-a job are in several micro-batches, or on several ranks, how often each expert is chosen is counted before the first of
-them.
+forward pass over ``per_device_train_batch_size`` rows; over several micro-steps TRL takes the mean. If the rows of a
+job are in several micro-batches or on several ranks, the choices of each expert are therefore counted before the first
+of these micro-batches.
 
 Shapes: ``T`` tokens, ``J`` jobs of a micro-batch, ``U`` micro-steps of all jobs in it, ``E`` experts.
 """
@@ -35,8 +35,8 @@ class RouterBalance:
 
     Args:
         backbone: The base model.
-        batches: Every job of the step, on all ranks, its dataset and the rows of its batch.
-        ranks: The processes that train them together.
+        batches: Every job of the step on all ranks, with its dataset and the rows of its batch.
+        ranks: The processes that train the jobs together.
     """
 
     def __init__(
@@ -50,18 +50,19 @@ class RouterBalance:
         self._found: Tensor | None = None
 
     def forget(self) -> None:
-        """Forget the losses so far, but not what is counted."""
+        """Forget the losses so far, but keep the counts."""
         self._found = None
 
     def values(self) -> list[float | None]:
-        """The loss of every job of the step, not multiplied by its factor; None of jobs that train without. All ranks
-        call it together, after the backward pass."""
+        """Return the loss of every job of the step, without its factor; None for jobs that train without it. All ranks
+        call this together, after the backward pass."""
         found = [0.0] * len(self._batches) if self._found is None else self._found.tolist()
         totals = zip(self._ranks.sum(found), self._micro_steps, strict=True)
         return [total if steps.coefficient else None for total, steps in totals]
 
     def uncounted(self, micro_batches: MicroBatches) -> list[int]:
-        """Indices of the jobs whose rows are in several micro-batches, or on several ranks, without being counted."""
+        """Return the indices of the jobs whose rows are in several micro-batches or on several ranks and are not
+        counted yet."""
         return [
             index
             for index, (job, dataset, rows) in enumerate(self._batches)
@@ -83,7 +84,7 @@ class RouterBalance:
         """Count how often each expert is chosen in every micro-step of some jobs, in forward passes without gradients.
 
         Args:
-            jobs: Their indices.
+            jobs: Indices of the jobs.
             work: This rank's share of their rows.
             num_micro_batches: Smallest number of micro-batches; a rank that has fewer gets empty ones.
             forward: Runs a forward pass over rows as they are trained.
@@ -91,7 +92,7 @@ class RouterBalance:
             micro_batches: Splits ``work``.
 
         Raises:
-            RowTooLargeError, DeviceMemoryError: As :meth:`MicroBatches.run`.
+            RowTooLargeError, DeviceMemoryError: See :meth:`MicroBatches.run`.
         """
         found: dict[int, Tensor] = {}
 
@@ -118,12 +119,14 @@ class RouterBalance:
     def job_losses(
         self, batch: TokenBatch, learners: Sequence[Learners], parts: Sequence[JobRows], index_of: Mapping[int, int]
     ) -> tuple[Tensor, Tensor]:
-        """:func:`alto.objectives.job_losses`, and the same with the load-balancing losses, ``[J]`` float32 each.
+        """Return the result of :func:`alto.objectives.job_losses`, without and with the load-balancing losses, ``[J]``
+        float32 each.
 
-        Where a job's rows are in several micro-batches, its load-balancing losses add up over them as its others do.
+        If a job's rows are in several micro-batches, its load-balancing losses add up over them as its other losses do.
 
         Args:
-            batch, learners: Of the micro-batch, not a dummy.
+            batch: The micro-batch, not a dummy.
+            learners: The jobs of the micro-batch, grouped by task.
             parts: The rows of ``batch``.
             index_of: Index of the job in each local slot.
         """
@@ -141,7 +144,8 @@ class RouterBalance:
         self._found.index_add_(0, upload(jobs, torch.int64, balance_J.device), balance_J)
 
     def _losses(self, routers: Sequence[Tensor], parts: Sequence[JobRows], jobs: Sequence[int]) -> Tensor:
-        """The load-balancing loss of every job in a micro-batch, ``[J]`` float64: the mean of its micro-steps'."""
+        """Return the load-balancing loss of every job in a micro-batch, ``[J]`` float64: the mean over its
+        micro-steps."""
         runs = self._runs(parts, jobs)
         chosen_UE, probabilities_UE = self._sums(routers, runs, parts)
         split = {
@@ -166,7 +170,7 @@ class RouterBalance:
         return run_sums(losses_U, num_runs)
 
     def _sums(self, routers: Sequence[Tensor], runs: Sequence[_Run], parts: Sequence[JobRows]) -> tuple[Tensor, Tensor]:
-        """:func:`alto.backbone.router_sums` of the micro-steps in a micro-batch."""
+        """Return :func:`alto.backbone.router_sums` of the micro-steps in a micro-batch."""
         lengths = [run.num_tokens for run in runs]
         return router_sums(self._backbone, routers, lengths, _weights(parts, routers[0].device))
 
@@ -180,12 +184,11 @@ class RouterBalance:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Consecutive tokens of a micro-batch that are of one micro-step.
+    """Consecutive tokens of a micro-batch that belong to one micro-step.
 
     Attributes:
         job: Index of the job.
-        number: Of the micro-step, from 0.
-        num_tokens: The tokens.
+        number: Number of the micro-step, from 0.
     """
 
     job: int
@@ -198,10 +201,10 @@ class _MicroSteps:
     """The micro-steps of a job's batch.
 
     Attributes:
-        coefficient: Factor of the load-balancing loss; 0 where it is not added.
+        coefficient: Factor of the load-balancing loss; 0 if it is not added.
         num_rows: Rows of a micro-step; the last may have fewer.
-        first_tokens: Tokens of the batch before each of its rows.
-        num_seen: Tokens of the sequences of every micro-step, the prompt of a pair in both.
+        first_tokens: For each row, the tokens of the batch before it.
+        num_seen: Tokens of the sequences of every micro-step; a pair's prompt counts in both sequences.
     """
 
     coefficient: float
@@ -222,7 +225,7 @@ class _MicroSteps:
         )
 
     def runs(self, part: JobRows) -> list[tuple[int, int]]:
-        """The number of each micro-step that rows of ``part`` are of, and their tokens."""
+        """Return the numbers of the micro-steps that the rows of ``part`` belong to, each with its tokens."""
         first, tokens = self.first_tokens.index(part.first_token), dict[int, int]()
         for place, row in enumerate(part.rows, start=first):
             number = place // self.num_rows
@@ -231,8 +234,8 @@ class _MicroSteps:
 
 
 def _weights(parts: Sequence[JobRows], device: torch.device) -> Tensor | None:
-    """In how many sequences each token is, ``[T]`` float64: those of a pair's prompt are in two. None where all are in
-    one."""
+    """Return the number of sequences that each token belongs to, ``[T]`` float64: the tokens of a pair's prompt belong
+    to two. None if all tokens belong to one."""
     spans = [span for part in parts for row in part.rows for span in part.dataset.spans[row]]
     if not any(span.prefix for span in spans):
         return None

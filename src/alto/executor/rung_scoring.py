@@ -1,4 +1,4 @@
-"""Scores the answers of jobs at a rung, before it is decided."""
+"""Scores the answers of jobs at a rung, before the rung is decided."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["score_rung"]
 def score_rung(
     state: TaskState, recorder: JournalRecorder, judge: Judge | None, stop_if_asked: Callable[[], None]
 ) -> None:
-    """Score the jobs that stand at the next rung, where the task names that rung in ``select_by.at``; the selection and
-    the journal get the scores, or why there are none, so that the metric decides.
+    """Score the jobs at the next rung if the task names this rung in ``select_by.at``. The selection and the journal
+    get the scores; if scoring fails, the journal gets the reason and the metric decides.
 
     Args:
-        state: Of the task; every job that trains waits at the rung.
+        state: State of the task; every job that trains waits at the rung.
         recorder: Writes the scores into the journal.
         judge: Scores adapters.
-        stop_if_asked: Raises if the run has to stop.
+        stop_if_asked: Raises an error if the run has to stop.
 
     Raises:
         TaskInterruptedError: The run was stopped; a resumed run scores the rung again.
@@ -40,12 +40,13 @@ def score_rung(
     try:
         judgement = judge({one.job: _adapter(state, one) for one in standings}, stop_if_asked)
     finally:
-        state.slot_manager.bank.reinject()  # the judge has had other adapters on the base
+        state.slot_manager.bank.reinject()  # the judge has injected other adapters into the base model
     scores = scores_of(judgement)
     recorder.rung_scored(index, rung, judgement, scores)
     selection.observe_scores(scores)
 
 
 def _adapter(state: TaskState, standing: Standing) -> Path:
-    """The folder of the adapter that a job stands with: as it is at the rung, or its best where it has ended."""
+    """Return the folder of the adapter that is scored for a job: its present adapter while it trains, or its best
+    adapter if it has ended."""
     return state.slot_manager.saved(state.jobs[standing.job], "last" if standing.is_training else "best")

@@ -1,4 +1,4 @@
-"""One task in an executor: its jobs, from the beginning of the run or its last checkpoint to the result."""
+"""One task in an executor, with its jobs, from the beginning of the run or its last checkpoint to the result."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class ControlInputs:
     Attributes:
         commands: Commands in the mailbox.
         is_interrupted: Whether the task has to stop.
-        is_saving_due: Whether a checkpoint has to be saved.
-        time: The time that the task has taken.
+        is_saving_due: Whether a checkpoint is due.
+        time: Time that the task has taken.
     """
 
     commands: Sequence[Command] = ()
@@ -63,19 +63,22 @@ class ControlInputs:
 
 
 class TaskSession:
-    """One task on one device, or on one of several ranks: everything of its training but the steps themselves, which an
-    :class:`alto.executor.Executor` does for the jobs of all its sessions. Made by :meth:`build`.
+    """One task on one device, or on one of several ranks.
+
+    It does everything of the task's training except the steps themselves, which an :class:`alto.executor.Executor` runs
+    for the jobs of all its sessions. Built by :meth:`build`.
 
     Args:
-        state: Of the task, with its bank.
+        state: State of the task, with its bank.
         recorder: Writes the run's journal.
         lifecycle: Changes the state of jobs.
         control: Carries out user commands.
-        start: What the run begins with or is resumed from.
+        start: Inputs of the run that starts or is resumed.
         hooks: Functions that the caller provides.
 
     Attributes:
-        received: Its share of the tokens while other tasks trained in the same executor; None where none did.
+        received: Its share of the tokens while other tasks trained in the same executor; None if there were no other
+            tasks.
     """
 
     def __init__(
@@ -121,19 +124,19 @@ class TaskSession:
         hooks: Hooks | None = None,
         bank: SharedBank | None = None,
     ) -> Self:
-        """Run the stages before training: reference log-probs, then slots in the bank.
+        """Run the stages before training: compute reference log-probs, then get slots in the bank.
 
         Args:
-            context: The task, its base loaded and its jobs planned.
-            journal: Of the run; a silent one on all ranks but the first.
-            start: What the run begins with or is resumed from.
+            context: The task's context; its base model is loaded and its jobs are planned.
+            journal: Journal of the run; it writes nothing on ranks other than the first.
+            start: Inputs of the run that starts or is resumed.
             hooks: Functions that the caller provides; None provides none.
-            bank: Of the executor; None makes one for this task alone.
+            bank: The executor's bank; None makes one for this task alone.
 
         Raises:
-            RunChangedError: The run is another one than the task; see :func:`alto.executor.stages.check_resumable`.
+            RunChangedError: The run does not belong to this task; see :func:`alto.executor.stages.check_resumable`.
             TaskInterruptedError: The run was stopped.
-            DeviceMemoryError: There is no memory for the bank, or for the base alone on the longest pair.
+            DeviceMemoryError: Memory is too small for the bank, or for the base model alone on the longest pair.
             ModelError: The base model gives a reply a log-prob that is not finite.
         """
         hooks = hooks or Hooks()
@@ -170,13 +173,13 @@ class TaskSession:
             control = Control.build(state, lifecycle, recorder, Mailbox(start.run_dir), resume_state)
             return cls(state, recorder, lifecycle, control, start, hooks)
         except BaseException:
-            state.slot_manager.detach()  # others may be in the bank
+            state.slot_manager.detach()  # other tasks may use the bank
             raise
 
     # -- the beginning -------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Record that the task begins, or restore its jobs as the last checkpoint recorded them."""
+        """Record that the task begins, or restore its jobs from the last checkpoint."""
         if self._start.is_resumed:
             self._resume()
         else:
@@ -186,7 +189,7 @@ class TaskSession:
                 evaluate_base(self.state, self._recorder)
 
     def _compile_kernels(self) -> None:
-        """Compile what the first step would otherwise wait for, and record how far it is."""
+        """Compile the kernels that the first step would otherwise wait for, and record the progress."""
         configs = [job.config for job in self.state.jobs.values()]
         began_s = reported_s = time.monotonic()
         for done, total in self.state.trainer.compile_kernels(configs):
@@ -206,21 +209,22 @@ class TaskSession:
             job.step = job.saved_step = saved.step
             job.saved_best_step = saved.best_step
             job.is_resumable = saved.is_resumable
-            # A bank may have fewer slots than there were, or jobs of other tasks in them: such a job stays parked.
+            # If the bank now has fewer slots, or a job of another task in this slot, the job stays parked.
             if saved.slot is not None and state.slot_manager.is_free(saved.slot):
                 self._lifecycle.admit(job, saved.slot, FROM_CHECKPOINT)
 
     # -- one turn of the executor ----------------------------------------------------------------------------------
 
     def prepare(self) -> bool:
-        """Apply the commands of users, and decide rungs that all jobs have reached.
+        """Apply user commands, decide the rungs that all jobs have reached, and end jobs that the budget cannot pay
+        for.
 
         Returns:
-            Whether jobs are left to train; where not, :meth:`conclude` is next.
+            Whether jobs are left to train; if not, :meth:`conclude` is next.
 
         Raises:
             TaskInterruptedError: The run was stopped, and everything is on disk.
-            Exception: As of :meth:`check_jobs`.
+            Exception: See :meth:`check_jobs`.
         """
         self.check_jobs()
         self._inputs = self._ranks.broadcast(self._control_inputs(), ControlInputs)
@@ -231,17 +235,17 @@ class TaskSession:
         if not self.state.selection.training and self._exploration.can_finish_another(self._inputs.time):
             self._exploration.suggest(1)  # all jobs have ended at once
         if not self.state.selection.training:
-            # The best adapters are measured in a slot of the bank, which jobs of other tasks may have.
+            # The best adapters are measured in a slot of the bank, and jobs of other tasks may hold all slots.
             return self.state.context.has_final_evaluations and not self.state.slot_manager.has_free_slot()
         if self._inputs.is_interrupted:
             self._interrupt()
         return True
 
     def check_jobs(self) -> None:
-        """Check that its jobs are as they were, where the bank was made anew.
+        """Check that no job of the task was lost while the bank was made anew.
 
         Raises:
-            Exception: What has kept them from leaving the bank or entering it.
+            Exception: The error that kept a job from leaving the bank or from entering it again.
         """
         if (error := self.state.slot_manager.error) is not None:
             raise error
@@ -251,7 +255,7 @@ class TaskSession:
 
         Args:
             share: Most slots that the task may have; None sets no limit.
-            taken: Slots that jobs of other tasks have.
+            taken: Slots held by jobs of other tasks.
         """
         num_slots = self.state.slot_manager.num_slots
         if self._exploration.spent_share(self._inputs.time) < EXPLORING_SHARE:
@@ -260,8 +264,8 @@ class TaskSession:
             self._gpu_offers.offer()
 
     def stepped(self, losses: Sequence[tuple[JobState, float, float | None]]) -> None:
-        """Note the steps that jobs have taken, with their training losses, and the load-balancing losses of routers of
-        those that train with them; then evaluate those that are due."""
+        """Count a step of each job with its training loss, then evaluate the jobs that are due. ``losses`` holds each
+        job with its training loss and the load-balancing loss of its routers (None if it trains without it)."""
         self._exploration.stepped([job for job, *_ in losses])
         for job, loss, router_loss in losses:
             job.step += 1
@@ -278,11 +282,10 @@ class TaskSession:
             self._finish([job for job in competing if job.step == job.total_steps])
 
     def timed(self, jobs: Sequence[JobState], duration_s: float, *, is_alone: bool) -> None:
-        """Note how long its part of a step took; before its jobs are :meth:`stepped`.
+        """Record the duration of its part of a step; called before :meth:`stepped`.
 
         Args:
-            jobs: Its jobs in the step.
-            duration_s: Seconds.
+            jobs: The task's jobs in the step.
             is_alone: Whether no jobs of other tasks trained.
         """
         self.state.stopwatch.add("training", duration_s)
@@ -294,7 +297,7 @@ class TaskSession:
         self._lifecycle.fail(error)
 
     def save_if_due(self) -> None:
-        """Save a checkpoint at intervals, and where a user waits for an answer."""
+        """Save a checkpoint at intervals, and whenever a user is waiting for an answer."""
         if self._control.has_answers or self._inputs.is_saving_due:
             self.save()
 
@@ -315,15 +318,16 @@ class TaskSession:
 
     @property
     def bank(self) -> SharedBank:
-        """That its jobs have slots in."""
+        """The bank in which its jobs have slots."""
         return self.state.slot_manager.bank
 
     def detach(self) -> None:
-        """Free its slots; what is not saved is lost."""
+        """Free its slots; unsaved state is lost."""
         self.state.slot_manager.detach()
 
     def explained(self, error: Exception) -> Exception:
-        """``error`` as the user is to read it."""
+        """Return the error to show to the user: for an out-of-memory error, a ``DeviceMemoryError`` that says how to
+        continue."""
         if not is_out_of_memory(error):
             return error
         return DeviceMemoryError(
@@ -333,10 +337,10 @@ class TaskSession:
         )
 
     def _control_inputs(self) -> ControlInputs:
-        """The external inputs since the last turn that this process can read.
+        """Return the inputs since the last turn that this process can read.
 
         Only the first rank holds the lock of the run. No rank begins a turn, in which it may write states, before the
-        first has found that it still does.
+        first rank has checked that it still holds the lock.
         """
         if not self._ranks.is_first:
             return ControlInputs()
@@ -391,7 +395,7 @@ class TaskSession:
                 self._lifecycle.end(job, decision)
 
     def _finish(self, jobs: Sequence[JobState]) -> None:
-        """End jobs that nothing evaluates, after their last step: the adapters that they have are the result."""
+        """End jobs without validation after their last step: their present adapters are the result."""
         for job in jobs:
             self.state.selection.finish(job.id)
             self.state.slot_manager.keep_best(job)
@@ -400,7 +404,7 @@ class TaskSession:
             self._lifecycle.finish(job, tested.get(job.id))
 
     def _evaluated(self, jobs: Sequence[JobState]) -> tuple[Sequence[JobState], Sequence[Evaluated]]:
-        """Evaluate ``jobs``; jobs that cannot be evaluated end."""
+        """Evaluate ``jobs``; a job with a row that does not fit into memory ends."""
         while jobs:
             try:
                 return jobs, self.state.trainer.evaluate(jobs, rows=self._rows_of(jobs))
@@ -410,14 +414,14 @@ class TaskSession:
         return (), ()
 
     def _rows_of(self, jobs: Sequence[JobState]) -> list[tuple[int, ...]] | None:
-        """The validation rows that ``jobs`` are evaluated on after their present steps; None for all."""
+        """Return the validation rows on which ``jobs`` are evaluated after their present steps; None for all rows."""
         order = self.state.context.evaluation_order
         return [order[: job.planned.evaluation_rows[job.step]] for job in jobs] if order else None
 
     # -- saving and stopping -------------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Save a checkpoint, then answer the commands whose effect it has."""
+        """Save a checkpoint, then answer the commands whose effects it contains."""
         began = time.monotonic()
         self._lifecycle.save()
         self._control.send_answers()

@@ -29,42 +29,43 @@ class BankMember(Protocol):
 
     @property
     def context(self) -> TaskContext:
-        """The task."""
+        """The task's context."""
 
     @property
     def jobs(self) -> Collection[JobState]:
         """Every job that may be admitted before the bank is fitted again."""
 
     def leave(self, job: JobState) -> None:
-        """Save a job, then free its slot. Errors of this method and the next two end this task alone, before its next
-        step."""
+        """Save a job, then free its slot. An error of this method or of the next two ends only this task, before its
+        next step."""
 
     def enter_again(self, job: JobState, slot: int) -> None:
-        """Put a job that has left into a slot."""
+        """Put a job that has left the bank into a slot."""
 
     def lose_slot(self, job: JobState, slot: int) -> None:
-        """Record that the bank has no longer a slot for a job, whose state is on disk."""
+        """Record that the bank no longer has a slot for a job, whose state is on disk."""
 
     def memory_ran_out(self, event: MemoryEvent) -> None:
-        """Record that memory ran out, with this task's jobs involved."""
+        """Record an out-of-memory event that involves jobs of this task."""
 
 
 class SharedBank:
-    """Owns the trainer, whose bank has slots for the jobs of all members.
+    """The bank that the jobs of all members share, and its trainer.
 
-    A bank that does not fit into memory is made with half the slots, down to one. Every rank has a bank, and makes the
+    A bank that does not fit into memory is made with half the slots, down to one. Every rank has a bank and makes the
     same calls.
 
     Args:
         backbone: The base model of all members.
-        ranks: This process among those that train together; members other than the first need a single rank.
-        adapter_dtype: Of all adapters.
-        optim_state_dtype: Of the moments of all adapters, as ``task.optim_state_dtype``.
+        ranks: This process among the ranks that train together; several members need a single rank.
+        adapter_dtype: Precision of all adapters.
+        optim_state_dtype: Precision of the moments of all adapters; see ``task.optim_state_dtype``.
 
     Attributes:
-        adapter_dtype: Of all adapters.
-        optim_state_dtype: Of the moments of all adapters.
-        trainer: Trains the jobs in the slots; replaced when the bank is fitted. There is one from the first member on.
+        adapter_dtype: Precision of all adapters.
+        optim_state_dtype: Precision of the moments of all adapters.
+        trainer: Trains the jobs in the slots; replaced when the bank is fitted. It exists once the first member is
+            attached.
     """
 
     trainer: Trainer
@@ -91,11 +92,11 @@ class SharedBank:
         return self.trainer.slots.num_slots
 
     def attach(self, member: BankMember, *, max_tokens: int) -> None:
-        """Add the jobs of another task; the bank grows where they need more slots, modules or a larger rank.
+        """Add the jobs of another task; the bank grows if they need more slots, more modules or a larger rank.
 
         Args:
             member: The task.
-            max_tokens: Largest number of tokens of a micro-batch that it allows.
+            max_tokens: Largest number of tokens of a micro-batch that the task allows.
 
         Raises:
             DeviceMemoryError: Not even one slot fits; the bank is as before.
@@ -110,29 +111,29 @@ class SharedBank:
         self.trainer.micro_batches.max_tokens = self._max_tokens
 
     def detach(self, member: BankMember) -> None:
-        """Forget a task, none of whose jobs has a slot; the bank stays as large as it is."""
+        """Remove a task, none of whose jobs has a slot; the bank keeps its size."""
         self._note_what_fits()
         del self._members[member]
         self.trainer.micro_batches.max_tokens = self._max_tokens
 
     def fit(self) -> None:
-        """Make the bank large enough for the jobs of all members; resident jobs stay, as far as there are slots.
+        """Make the bank large enough for the jobs of all members; resident jobs stay if there are enough slots.
 
         Raises:
-            DeviceMemoryError: Not even one slot of that size fits; the bank is as before.
+            DeviceMemoryError: Not even one slot of the needed size fits; the bank is as before.
         """
         wanted, before = self._size_for_all(), self._size
         if wanted == self._wanted:
             return
         residents = [(member, job, job.slot) for member in self._members for job in member.jobs if job.slot is not None]
-        # A job that was data-parallel goes where the first of its copies was, until the next plan.
+        # A data-parallel job returns to the slot of its first copy only, until the next plan.
         for member, job, _ in residents:
             member.leave(job)
         self._ranks.barrier()
         if before is not None:
             self._note_what_fits()
             del self.trainer
-            eject(self._backbone.model)  # which holds the bank too
+            eject(self._backbone.model)  # its wrapped modules hold the bank too
         try:
             self._build(wanted)
         except DeviceMemoryError:
@@ -143,20 +144,21 @@ class SharedBank:
         self._readmit(residents)
 
     def bytes_for(self, job: JobState) -> int:
-        """Bytes of the adapter of ``job``, with its gradient and the state of its optimizer."""
+        """Return the bytes of the adapter of ``job``, with its gradient and its optimizer state."""
         return self._size_for([job.planned], num_slots=1).bytes_per_slot
 
     def reinject(self) -> None:
-        """Wrap the base model's modules again, after something else has wrapped or unwrapped them."""
+        """Wrap the base model's modules again after other code has wrapped or unwrapped them."""
         self.trainer.use(inject(self._backbone.model, self.trainer.bank, self._backbone.rows_in_pass))
 
     @property
     def _max_tokens(self) -> int:
-        """Most tokens of a micro-batch that all members allow, and that fit into memory."""
+        """Largest number of tokens of a micro-batch that all members allow and that fits into memory."""
         return min(self._fitting_tokens, *self._members.values(), sys.maxsize)
 
     def _note_what_fits(self) -> None:
-        """Note whether memory has ever run out at the size of the micro-batches that the members allow."""
+        """Remember the present size of micro-batches if out-of-memory events have made it smaller than the members
+        allow."""
         if self._size is not None and (tokens := self.trainer.micro_batches.max_tokens) < self._max_tokens:
             self._fitting_tokens = tokens
 
@@ -197,7 +199,7 @@ class SharedBank:
                     list(self._members)[-1].memory_ran_out(event)
                 return
             del trainer
-            eject(self._backbone.model)  # which holds the bank too
+            eject(self._backbone.model)  # its wrapped modules hold the bank too
             release_memory()
             if size.num_slots == 1:
                 raise DeviceMemoryError(self._no_bank(size))
@@ -213,7 +215,7 @@ class SharedBank:
             )
 
     def _try_build_trainer(self, size: BankSize) -> Trainer | None:
-        """None where it does not fit."""
+        """Return a trainer with a bank of ``size``; None if the bank does not fit."""
         micro_batches = MicroBatches(
             self._max_tokens,
             self._memory_ran_out,
@@ -227,7 +229,7 @@ class SharedBank:
             return None
 
     def _memory_ran_out(self, event: MemoryEvent) -> None:
-        """Report it to every member with jobs in the slots of ``event``."""
+        """Report ``event`` to every member with jobs in its slots."""
         for member in self._members:
             here = [job for job in member.jobs if job.slot is not None and self.trainer.local_slot(job) in event.slots]
             if here or len(self._members) == 1:

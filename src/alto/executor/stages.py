@@ -1,4 +1,4 @@
-"""The stages of a task before training. Each can be run and tested by itself.
+"""The stages of a task before training. Each stage can be run and tested by itself.
 
 load base -> context (plan the jobs) -> reference log-probs -> bank -> train (:class:`alto.executor.Executor`)
 """
@@ -38,17 +38,17 @@ __all__ = ["build_state", "check_resumable", "load_base", "max_tokens_per_pass",
 def load_base(
     spec: BaseModelSpec, device: torch.device, ranks: Ranks, *, gradient_checkpointing: bool = False
 ) -> Backbone:
-    """The base model, whole or this rank's share of it.
+    """Load the base model, or this rank's share of it.
 
     Args:
-        spec: Which base model, and how it is loaded.
+        spec: Specification of the base model and of how it is loaded.
         device: Device of its weights.
-        ranks: This process among those that share it.
-        gradient_checkpointing: Recompute each layer's activations in the backward pass.
+        ranks: This process among the ranks that share the model.
+        gradient_checkpointing: Whether to recompute each layer's activations in the backward pass.
 
     Raises:
-        DeviceMemoryError: It does not fit.
-        AltoError: As :func:`alto.backbone.load_backbone`.
+        DeviceMemoryError: The model does not fit.
+        AltoError: See :func:`alto.backbone.load_backbone`.
     """
     try:
         return load_backbone(
@@ -65,17 +65,17 @@ def load_base(
 
 
 def max_tokens_per_pass(context: TaskContext, resume_state: ResumeState) -> int:
-    """Initial largest number of tokens of a micro-batch: the task's setting, or the lower limit after memory last ran
-    out."""
+    """Return the initial largest number of tokens of a micro-batch: the task's setting, or the lower limit that was set
+    when memory last ran out."""
     return min(context.task.max_tokens_per_pass or sys.maxsize, resume_state.max_tokens_per_pass or sys.maxsize)
 
 
 def check_resumable(context: TaskContext, resume_state: ResumeState) -> None:
-    """Check that a run is resumed as the task that it began as; a run that begins passes.
+    """Check that a run is resumed with the task that it began with; a run that begins passes.
 
     Raises:
         RunChangedError: The data, the adapter that jobs begin with, the jobs, the method, the metric, the evaluation
-            points or the early-exit settings are other ones than the run began with.
+            points or the early-exit settings differ from those at the beginning of the run.
     """
     if resume_state.lines:
         check_data(resume_state.started, context.data, context.base.chat_template)
@@ -89,16 +89,16 @@ def with_references(
     on_turn: Callable[[], None] = lambda: None,
     restore: Callable[[], None] = lambda: None,
 ) -> TaskContext:
-    """``context`` with the log-probs of every reply in its data under what jobs begin with (the base, or the adapter
-    that ``init_adapter`` names), where its objective needs them.
+    """Return ``context`` with the log-probs of every reply in its data under the jobs' starting point (the base model,
+    or the adapter that ``init_adapter`` names), if its objective needs them.
 
     Args:
         micro_batches: Splits the rows into micro-batches that fit into memory; training starts with their final size.
-        on_turn: Called before every micro-batch, on all ranks; what it raises ends the stage.
-        restore: Puts the adapters of other tasks back, where those that jobs begin with have taken their place.
+        on_turn: Called before every micro-batch, on all ranks; an error that it raises ends the stage.
+        restore: Puts the adapters of other tasks back after the jobs' starting adapter has replaced them.
 
     Raises:
-        DeviceMemoryError, ModelError: As :func:`alto.executor.references.find_references`.
+        DeviceMemoryError, ModelError: See :func:`alto.executor.references.find_references`.
     """
     if not context.objective.needs_reference:
         return context
@@ -116,15 +116,15 @@ def build_state(
     max_tokens_per_pass: int,
     on_memory_event: OnMemoryEvent,
 ) -> TaskState:
-    """The bank and the state of every job, as of the run's last checkpoint; no job is resident yet.
+    """Build the bank and the state of every job as of the run's last checkpoint; no job is resident yet.
 
     Args:
-        context: With references, where its objective needs them.
-        resume_state: Of an interrupted run; an empty one begins the task.
+        context: The task's context, with reference log-probs if its objective needs them.
+        resume_state: State of an interrupted run; an empty one starts the task from its first step.
         run_dir: Holds the states of jobs.
-        bank: Of the executor; None makes one for this task alone.
+        bank: The executor's bank; None makes one for this task alone.
         max_tokens_per_pass: Initial largest number of tokens of a micro-batch.
-        on_memory_event: Called each time memory ran out.
+        on_memory_event: Called each time memory runs out.
 
     Raises:
         DeviceMemoryError: Not even one slot fits beside the base model.
@@ -150,7 +150,7 @@ def build_state(
 
 
 def _added(context: TaskContext, resume_state: ResumeState) -> list[tuple[PlannedJob, JobAdded]]:
-    """The jobs that were added while the task ran."""
+    """Return the jobs that were added while the task ran, with their events."""
     return [
         (context.plan(_job_of(entry.event, context.task)), entry.event)
         for entry in resume_state.entries
@@ -159,7 +159,7 @@ def _added(context: TaskContext, resume_state: ResumeState) -> list[tuple[Planne
 
 
 def _misfits(resume_state: ResumeState) -> set[str]:
-    """The jobs that ended as their adapters do not fit into memory."""
+    """Return the jobs that ended because their adapters do not fit into memory."""
     found: set[str] = set()
     for entry in resume_state.entries:
         match entry.event:

@@ -1,4 +1,4 @@
-"""Adds up what a task spends its time on."""
+"""Adds up the time that a task spends on each activity."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ __all__ = ["Stopwatch"]
 
 
 class Stopwatch:
-    """Adds up what a task spends its time on.
+    """Adds up the time that a task spends on each activity.
 
     Args:
-        before_s: Seconds before the task was interrupted, by what on.
+        before_s: Seconds by activity, from before the task was interrupted.
 
     Attributes:
-        time_s: Seconds by what on: ``training``, ``evaluation``, ``saving``.
+        time_s: Seconds by activity: ``training``, ``evaluation``, ``saving``.
     """
 
     def __init__(self, before_s: Mapping[str, float] | None = None) -> None:
         self.time_s = {"training": 0.0, "evaluation": 0.0, "saving": 0.0, **(before_s or {})}
 
     def add(self, what: Literal["training", "evaluation", "saving"], seconds: float) -> None:
-        """Add time."""
         self.time_s[what] += seconds
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Sums the results of one job over the micro-batches of an evaluation."""
+"""Sums up the results of one job over the micro-batches of an evaluation."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Evaluated:
     """The result of evaluating a job on a split.
 
     Attributes:
-        loss: As in training.
-        metrics: What its objective measures beside it, by name.
-        rows: By name: the loss (as the mean over the row's trained tokens; of a pair, its loss) and the metric that the
-            task chooses by, of every evaluated row; without those of which only the mean is known.
+        loss: The same loss as in training.
+        metrics: Other metrics of the objective, by name.
+        rows: Values of every evaluated row by name: the loss (the mean over the row's trained tokens; for a pair, the
+            pair's loss) and the metric that selects jobs. A value of which only the mean is known is missing.
     """
 
     loss: float
@@ -31,13 +31,13 @@ class Evaluated:
     rows: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     def rows_of(self, name: str | None) -> tuple[float, ...]:
-        """The value of every row; empty where they are not known, or ``name`` is None."""
+        """Return the value of every row; empty if the values are not known or ``name`` is None."""
         return self.rows.get(name, ()) if name is not None else ()
 
 
 @dataclass(frozen=True, slots=True)
 class Derivation:
-    """Makes metrics of sums over the rows of a split (:class:`alto.objectives.DerivedMetrics`)."""
+    """Computes metrics from sums over the rows of a split (:class:`alto.objectives.DerivedMetrics`)."""
 
     source: DerivedMetrics
     labels: LabelSet
@@ -51,14 +51,14 @@ class Derivation:
 
 
 class Tally:
-    """Sums over the rows of a split, and values of each of them.
+    """Sums over the rows of a split, and single values of each row.
 
     Args:
-        metrics: Names of what is summed beside the loss.
-        derivation: Makes further metrics of sums; None where there are none.
-        row_values: Those of which every row is kept: the loss or one of ``metrics``.
-        weights: Weight of every row of the split in its mean.
-        sources: Of a mixture the name and the rows of every source, in order: the loss of each is a metric of its own.
+        metrics: Names of the metrics that are summed beside the loss.
+        row_values: Names of the values that are kept for every row: the loss or one of ``metrics``.
+        weights: Weight of every row of the split in the mean.
+        sources: Name and number of rows of every source of a mixture, in order; the loss of each source is a metric.
+        derivation: Computes further metrics from sums; None if there are none.
         rows: The rows to evaluate, in the order in which their values are kept; None for all, in their order.
     """
 
@@ -91,12 +91,12 @@ class Tally:
         self._known: set[str] = set()
 
     def values(self) -> list[float]:
-        """All sums in one list, to be summed over the ranks; see :meth:`evaluated`."""
+        """Return all sums in one list, to be summed over the ranks; see :meth:`evaluated`."""
         flags = [float(name in self._known) for name in self._row_values]
         return [*self._sums, *self._statistics, *flags, *(value for rows in self._rows.values() for value in rows)]
 
     def evaluated(self, values: Sequence[float]) -> Evaluated:
-        """The evaluation from ``values``: those of :meth:`values`, summed over all ranks."""
+        """Return the evaluation for ``values``, the lists of :meth:`values` summed over all ranks."""
         left, total = iter(values), sum(self._weights)
         loss, *metrics = (value / total for value in itertools.islice(left, len(self._sums)))
         statistics = list(itertools.islice(left, len(self._statistics)))
@@ -111,7 +111,8 @@ class Tally:
         return Evaluated(loss=loss, metrics={**means, **derived, **of_sources}, rows=rows)
 
     def _source_losses(self, sums: Sequence[float]) -> dict[str, float]:
-        """The mean loss of the evaluated rows of every source that has some; ``sums`` are their weighted losses."""
+        """Return the mean loss of every source that has evaluated rows; ``sums`` are the weighted losses of the
+        rows."""
         return {
             source_metric(name): sum(sums[at] for at in positions) / sum(self._weights[at] for at in positions)
             for name, positions in self._sources

@@ -1,4 +1,4 @@
-"""The state of one task while it runs: its jobs, the selection between them, and which of them are resident."""
+"""The state of one running task: its jobs, the selection among them, and the slots that they hold."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["TaskState"]
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class TaskState:
-    """Equal on all ranks, except for the contents of the banks.
+    """The state of a running task, equal on all ranks except for the contents of the banks.
 
     Attributes:
-        context: The task.
-        jobs: Every job by id, those added while the task runs last.
-        selection: Which jobs train, which wait at a rung, which have ended.
-        slot_manager: Which job is in which slot.
+        context: The task's context.
+        jobs: Every job by id; jobs that are added while the task runs come last.
+        selection: Knows which jobs train, wait at a rung, or have ended.
+        slot_manager: Moves jobs between slots and disk.
         ahead: Jobs that wait at a rung and continue in idle slots.
     """
 
@@ -35,32 +35,32 @@ class TaskState:
 
     @property
     def trainer(self) -> Trainer:
-        """What trains the resident jobs now; :meth:`SlotManager.fit` may replace it."""
+        """The trainer of the resident jobs; :meth:`SlotManager.fit` may replace it."""
         return self.slot_manager.trainer
 
     @property
     def stopwatch(self) -> Stopwatch:
-        """Adds up what the task spends its time on."""
+        """Adds up the time that the task spends on each activity."""
         return self.slot_manager.stopwatch
 
     def is_competing(self, job: JobState) -> bool:
-        """Whether the job has not ended."""
+        """Return whether the job has not ended."""
         return self.selection.is_training(job.id)
 
     def active(self) -> list[JobState]:
-        """The jobs that take the next step."""
+        """Return the resident jobs that take the next step."""
         return [job for job in self.jobs.values() if job.slot is not None and self._trains(job)]
 
     def slots(self) -> frozenset[int]:
-        """The slots of the resident jobs."""
+        """Return the slots of the resident jobs."""
         return frozenset(job.slot for job in self.jobs.values() if job.slot is not None)
 
     def in_slot(self, slot: int) -> JobState:
-        """The job that is resident in ``slot``."""
+        """Return the job that is resident in ``slot``."""
         return next(job for job in self.jobs.values() if job.slot == slot)
 
     def competing(self) -> Iterator[JobState]:
-        """The jobs that have not ended."""
+        """Yield the jobs that have not ended."""
         return (self.jobs[job] for job in self.selection.training)
 
     def _trains(self, job: JobState) -> bool:

@@ -18,8 +18,11 @@ _MAX_NAMES = 3
 
 
 def choice_notes(history: RunHistory) -> tuple[str, ...]:
-    """Sentences on the winner of a finished run: whether its scorer failed, which others lie within noise of it, why it
-    won where early exit had ended it as underperforming, and where a budget ended it. Empty where none applies."""
+    """Return notices about the winner of a finished run; empty if none applies.
+
+    They say whether its scorer failed, which other jobs are within noise of it, why it won although early exit had
+    ended it as underperforming, and where a budget ended it.
+    """
     winner = history.best
     if history.result is None or winner is None:
         return ()

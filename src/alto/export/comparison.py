@@ -1,4 +1,4 @@
-"""Two finished runs side by side, in the terminal and as a page."""
+"""Shows two finished runs side by side, in the terminal and as a page."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from alto.runs import RunHistory, read_history, replace_file
 __all__ = ["comparison_table", "write_comparison"]
 
 _ROLES = ("first", "second")
-"""What colours the curve of each run."""
+"""The role of each run's curve, which decides its colour."""
 
 
 def comparison_table(
@@ -44,11 +44,9 @@ def comparison_table(
     same_validation: bool | None,
     same_loss: bool,
 ) -> RenderableType:
-    """The facts of two runs, then the settings of their best jobs that differ.
+    """Return a table of the facts of two runs, then of the settings in which their best jobs differ.
 
-    Args:
-        run_dirs: Their folders.
-        facts, settings, same_data, same_validation, same_loss: As of :class:`alto.results.RunComparison`.
+    All arguments are attributes of :class:`alto.results.RunComparison`.
     """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
@@ -74,12 +72,12 @@ def write_comparison(
     same_validation: bool | None,
     same_loss: bool,
 ) -> Path:
-    """Write the same as one page that needs nothing else, with the validation curves of both best jobs, and what both
-    generate for the prompts that the samples of both runs have.
+    """Write the comparison as one self-contained page, with the validation curves of both best jobs and their
+    generations for the prompts that both runs sampled.
 
     Args:
         path: The HTML file.
-        run_dirs, facts, settings, same_data, same_validation, same_loss: As of :func:`comparison_table`.
+        run_dirs, facts, settings, same_data, same_validation, same_loss: See :func:`comparison_table`.
 
     Raises:
         RunNotFoundError, RunError: The journal of a run is gone, or damaged.
@@ -111,7 +109,7 @@ def write_comparison(
 
 
 def _curves(histories: Sequence[RunHistory], names: Sequence[str]) -> CurveFigure:
-    """The validation loss of the best job of each run, over the share of its steps."""
+    """Draw the validation loss of the best job of each run over the share of its steps."""
     traces: list[dict[str, Any]] = []
     curves: dict[str, list[float]] = {}
     for role, name, history in zip(_ROLES, names, histories, strict=True):
@@ -137,7 +135,7 @@ def _curves(histories: Sequence[RunHistory], names: Sequence[str]) -> CurveFigur
 
 
 def _common_samples(histories: Sequence[RunHistory]) -> list[dict[str, Any]]:
-    """Prompts that the samples of both runs have, with the text of each run's best adapter."""
+    """Return the prompts that both runs sampled, with the text of each run's best adapter."""
     first, second = ({sample.prompt: sample for sample in history.samples} for history in histories)
     return [
         {
@@ -176,7 +174,7 @@ def _warnings(
 
 
 def _short_names(run_dirs: Sequence[str]) -> list[str]:
-    """The names of the folders; where they are equal, with the folders that they are in."""
+    """Return the names of the folders; if they are equal, with their parent folders."""
     names = [clean(Path(run_dir).name) for run_dir in run_dirs]
     return names if len(set(names)) == len(names) else [short_path(run_dir) for run_dir in run_dirs]
 

@@ -1,4 +1,4 @@
-"""Tasks on GPUs over time, planned and actual: the data of a figure that ``templates/gantt.js`` draws."""
+"""Data of a figure that shows tasks on GPUs over time, planned and actual; ``templates/gantt.js`` draws it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from alto.records import Gpu, Node, Placement
 __all__ = ["gantt_figure", "write_gantt"]
 
 MAX_LANES = 64
-"""Largest number of GPUs with a lane each; beyond it there is one lane per node."""
+"""Largest number of GPUs with a lane each; with more GPUs, there is one lane per node."""
 MAX_BARS = 4000
 """Largest number of tasks drawn, the longest first."""
 
 NUM_HUES = 6
-"""Colours that tasks take by turns; neighbours differ."""
+"""Number of colours; consecutive tasks take different ones, in turn."""
 
 _UNITS = ((2 * 86400.0, 86400.0, "days"), (2 * 3600.0, 3600.0, "hours"), (120.0, 60.0, "minutes"))
 
@@ -34,18 +34,18 @@ def gantt_figure(
     *,
     gaps: Sequence[tuple[float, float]] = (),
 ) -> dict[str, Any]:
-    """A lane for every GPU, or for every node where there are many, in it a bar for every task. Tasks that share a GPU
-    at a time have lanes of it below each other.
+    """Return a figure with a lane for every GPU, or for every node if there are many GPUs, and a bar for every task.
+    Tasks that share a GPU at the same time get separate lanes of it, below each other.
 
     Args:
-        planned: Placements that were planned, drawn as thin bars above the actual ones; may be empty.
+        planned: Planned placements, drawn as thin bars above the actual ones; may be empty.
         actual: Placements that ran, one per attempt. Both count seconds from the same moment.
         nodes: Nodes of the cluster.
-        gaps: Interruptions, which are cut out of the placements: the second at which each is, and its seconds.
+        gaps: Interruptions, which are cut out of the placements: the time of each and its duration, in seconds.
 
     Returns:
-        ``lanes``, ``unit``, ``traces`` (one a hue and kind), ``gaps`` (places on the axis, and labels) and ``note``, a
-        sentence about what was left out.
+        ``lanes``, ``unit``, ``traces`` (one for each hue and kind), ``gaps`` (places on the axis, and labels), and
+        ``note``, sentences about what was left out.
     """
     gpus = [Gpu(node.name, index) for node in nodes for index in node.gpus]
     is_fine = len(gpus) <= MAX_LANES
@@ -88,7 +88,7 @@ def gantt_figure(
 def write_gantt(
     path: Path, planned: Sequence[Placement], actual: Sequence[Placement], nodes: Sequence[Node], *, title: str
 ) -> None:
-    """Write the picture as one page that needs nothing else.
+    """Write the figure as one self-contained page.
 
     Args:
         path: The HTML file.
@@ -135,11 +135,11 @@ def _traces(
 
 
 def _depths(placements: Sequence[Placement]) -> Iterator[tuple[Placement, int]]:
-    """Each placement with the number of its lane among those of its GPUs: the first that is free then."""
+    """Yield each placement with the index of its lane on its GPUs: the first lane that is free at its start."""
     ends: dict[Gpu, list[float]] = {}
     for placement in sorted(placements, key=lambda place: place.start_s):
         lanes = [ends.setdefault(gpu, []) for gpu in placement.gpus]
-        # At equal times, ends come first; the times of attempts are rounded.
+        # A task may start when another ends; the times of attempts are rounded.
         start_s = placement.start_s + 1e-3
         depth = next(
             number
@@ -159,5 +159,5 @@ def _lane(gpu: Gpu, depth: int, *, is_fine: bool) -> str:
 
 
 def _unit(span_s: float) -> tuple[float, str]:
-    """Seconds of the unit that suits a span, and its name."""
+    """Return the seconds of the unit that suits a span, and the unit's name."""
     return next(((seconds, name) for least, seconds, name in _UNITS if span_s >= least), (1.0, "seconds"))

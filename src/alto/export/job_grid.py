@@ -1,4 +1,4 @@
-"""The job table in the size of the terminal; a line names what does not fit."""
+"""The job table, fitted to the size of the terminal; a line names the rows and columns that do not fit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from alto.export.wording import format_loss, format_share
 __all__ = ["GRID_LINES", "JobGrid"]
 
 GRID_LINES = 3
-"""Lines beside the rows: the headings, the rule, what is left out."""
+"""Lines besides the rows: the headings, the rule, and the line for what does not fit."""
 
 GAP = 2  # the padding of a cell and the separator that the box draws
 BAR_WIDTH = 10
@@ -41,7 +41,7 @@ OUTCOME_STYLES = {
 }
 # The order in which columns are dropped on a narrow terminal; a column of worth STAYS is never dropped. Settings and
 # metrics are dropped from the last to the first. The best loss and the first metric belong to the checkpoint that is
-# kept, and are dropped after the losses of the latest step.
+# kept, so they are dropped after the losses of the latest step.
 BAR, NOTE, TRAIN, LATEST, METRIC, SETTING, FIRST_METRIC, STAYS = range(8)
 
 
@@ -58,7 +58,7 @@ class _Column:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobGrid:
-    """Rows of the job table, drawn into the width at hand.
+    """Rows of the job table, drawn into the available width.
 
     Attributes:
         settings: Short names of the configuration columns.
@@ -66,7 +66,7 @@ class JobGrid:
         rows: Jobs, in the order in which they are drawn.
         notes: Text of the last column for every row.
         note_name: Heading of the last column.
-        max_rows: Rows drawn at most; None draws all.
+        max_rows: Largest number of rows to draw; None draws all.
     """
 
     settings: tuple[str, ...]
@@ -111,7 +111,7 @@ class JobGrid:
             worth = (SETTING, len(self.settings) - index)
             columns.append(_text_column(name, cells, worth=worth, widest=WIDEST_SETTING, is_number=True))
         stages = [Text(row.outcome, style="" if row.is_best else OUTCOME_STYLES.get(row.outcome, "")) for row in rows]
-        # As wide as the longest outcome of all jobs, so that the columns keep their places when other rows come up.
+        # As wide as the longest outcome of all jobs, so that columns keep their places when other rows are shown.
         stage_width = max((cell_len(row.outcome) for row in self.rows), default=0)
         columns.append(_Column(name="stage", cells=stages, width=max(5, stage_width), worth=(STAYS, 0)))
         bars = [_bar(row) for row in rows]
@@ -163,7 +163,7 @@ def _text_column(
 
 
 def _fit(columns: Sequence[_Column], width: int) -> tuple[list[_Column], list[str]]:
-    """The columns that fit into ``width``, and the names of those that do not."""
+    """Return the columns that fit into ``width``, and the names of the other columns."""
     kept = list(columns)
     while sum(column.width for column in kept) + GAP * len(kept) > width:
         least = min(kept, key=lambda column: column.worth)
@@ -183,5 +183,5 @@ def _loss(loss: float | None) -> str:
 
 
 def _finite(loss: float) -> float | None:
-    """A job's best loss; None where there is none yet, or no validation."""
+    """Return a job's best loss; None if there is none yet, or no validation."""
     return loss if math.isfinite(loss) else None

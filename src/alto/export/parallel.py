@@ -1,7 +1,8 @@
-"""Parallel coordinates: one line per job through its settings to the best it has reached.
+"""Parallel coordinates: one line per job through its settings to its best value.
 
-A setting with few values has a band for each, in which the lines are spread by their loss so that none hides another;
-a setting with many numbers is an axis, logarithmic where they span decades. Positions are in [0, 1], low to high.
+A setting with few values has one band per value, in which lines are spread by their loss so that none hides another. A
+setting with many numbers has a continuous axis, logarithmic if the numbers span decades. Positions are in [0, 1], from
+low to high.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ FIFTHS = ("best fifth", "second fifth", "third fifth", "fourth fifth", "last fif
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
-    """One vertical axis: where every job crosses it, and what is written beside it.
+    """One vertical axis.
 
     Attributes:
         name: Heading of the axis.
-        positions: Where every job crosses it, in [0, 1].
-        ticks: Positions and labels beside it.
+        positions: Position at which every job crosses the axis; in [0, 1], or above if a value is not finite.
+        ticks: Positions and labels beside the axis.
     """
 
     name: str
@@ -50,7 +51,8 @@ class Axis:
 
 
 def parallel_figure(history: RunHistory) -> dict[str, Any] | None:
-    """Axes and one trace per job, the best drawn last; None if no setting varies or fewer than two jobs have a loss."""
+    """Return the axes and one trace per job, the best drawn last; None if no setting varies or fewer than two jobs were
+    evaluated."""
     jobs = [job for job in history.ranked() if job.evaluations]
     configs = {name: tidy_config(job.config) for name, job in history.jobs.items()}
     keys = varying_keys(list(configs.values()))
@@ -91,7 +93,7 @@ def parallel_figure(history: RunHistory) -> dict[str, Any] | None:
 
 
 def setting_axis(name: str, values: Mapping[str, Any]) -> Axis:
-    """The axis of one setting; ``values`` of the jobs, the best job first."""
+    """Return the axis of one setting; ``values`` holds the jobs by their loss, the best first."""
     numbers = {job: float(value) for job, value in values.items() if _is_number(value)}
     # Numbers with the same formatted text are one value.
     texts = {job: format_setting(value) for job, value in values.items()}
@@ -106,14 +108,14 @@ def setting_axis(name: str, values: Mapping[str, Any]) -> Axis:
         for index, job in enumerate(jobs):
             offset = (index + 0.5) / len(jobs) - 0.5
             positions[job] = (band + 0.5 + BAND_SHARE * offset) * height
-    # Where there are too many values to label, only every n-th is labelled.
+    # If there are too many values, only every n-th gets a label.
     stride = math.ceil(len(ordered) / MOST_BANDS)
     ticks = [((band + 0.5) * height, text) for band, text in enumerate(ordered)][::stride]
     return Axis(name=name, positions=positions, ticks=tuple(ticks))
 
 
 def result_axis(name: str, values: Mapping[str, float]) -> Axis:
-    """The axis of the best values, lowest at the bottom; values that are not finite are above its end."""
+    """Return the axis of the best values, lowest at the bottom; values that are not finite are above its end."""
     axis = _continuous(name, {job: value for job, value in values.items() if math.isfinite(value)})
     missing = {job: NOT_FINITE_AT for job, value in values.items() if not math.isfinite(value)}
     ticks = (*axis.ticks, (NOT_FINITE_AT, "none finite")) if missing else axis.ticks
@@ -154,7 +156,7 @@ _ROLES = ("best", *(f"fifth-{index}" for index in range(len(FIFTHS))), "not-fini
 
 
 def _group(job: JobHistory, best: JobHistory | None, finite: Sequence[str]) -> tuple[str, str]:
-    """Role and legend entry of a job; ``finite`` names the jobs with a finite loss, best first."""
+    """Return the role and the legend entry of a job; ``finite`` names the jobs with a finite loss, best first."""
     if job is best:
         return "best", f"best: {html.escape(clean(job.job))}"
     if job.job not in finite:
@@ -176,7 +178,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _order(value: Any) -> tuple[int, float, str]:
-    """Missing values first, then numbers by size, then text."""
+    """Return a sort key: missing values first, then numbers by size, then text."""
     if value is None:
         return (0, 0.0, "")
     return (1, float(value), "") if _is_number(value) else (2, 0.0, format_setting(value))

@@ -1,8 +1,8 @@
 """Progress of a run as plain lines, for logs and pipes; the number of lines is limited.
 
-Every job ends in at most one line and every rung in one. Repeated events are thinned: admissions are gathered into one
-line, the improvement needed for a "best so far" line grows with the number of such lines, and progress is written at
-every tenth.
+The end of a job takes at most one line, and every rung takes one. Repeated events are thinned: admissions are collected
+into one line, the improvement needed for a "best so far" line grows with the number of such lines, and progress is
+written after every tenth.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ __all__ = ["PlainView"]
 ADMITTED, RESUMED = ("admitted", ""), ("resumed", "")
 MOVES = {"balances": ("moved", " to other ranks"), "data_parallel": ("moved", " to all ranks")}
 
-# A new best is written when it is this much better than the last one written; doubled after every ten lines.
+# A new best is written if it is better than the last written one by this fraction, which doubles every ten lines.
 SMALLEST_NEWS = 0.005
 
 
@@ -57,7 +57,7 @@ class PlainView:
     """Writes one line per noteworthy event to ``stream``; a context manager like the live view.
 
     Attributes:
-        history: The run as far as it was observed.
+        history: The run, up to the latest observed entry.
     """
 
     def __init__(self, stream: IO[str]) -> None:
@@ -78,7 +78,7 @@ class PlainView:
         self._report_admitted()
 
     def observe(self, entry: JournalEntry) -> None:
-        """Fold in one entry of the journal and write what is new."""
+        """Apply one entry of the journal and write a line about it if needed."""
         if isinstance(entry.event, events.MeasuringBegun):
             self._measuring_since = entry.time if self._measuring_since is None else self._measuring_since
             self._say(describe_measuring(entry.event), after_s=entry.time - self._measuring_since)
@@ -86,11 +86,11 @@ class PlainView:
         self.history.apply(entry)
         if isinstance(entry.event, events.TaskStarted | events.JobAdded):
             self._keys = varying_keys([tidy_config(job.config) for job in self.history.jobs.values()])
-        if not entry.is_replayed:  # those were written when they happened
+        if not entry.is_replayed:  # replayed events were written when they happened
             self._report(entry.event)
 
     def _report(self, event: events.Event) -> None:
-        """Write what ``event``, which is folded in, changes."""
+        """Write a line about ``event``, which has already been applied to the history."""
         match event:
             case events.TaskStarted(notes=notes):
                 self._on_started(event)
@@ -201,7 +201,7 @@ class PlainView:
             self._report_admitted()
             self._admission = admission
         self._admitted.append(job)
-        # The first admissions fill the slots; later ones are gathered, so that many jobs make few lines.
+        # The first admissions fill the slots; later ones are collected, so that many jobs take few lines.
         if len(self._admitted) >= max(1, self.history.num_slots // 2, len(self.history.jobs) // 10):
             self._report_admitted()
 
@@ -229,7 +229,7 @@ class PlainView:
         self._say(f"best so far {self._worth(best)}: {self._name(best)} at step {best.best_step} of {best.total_steps}")
 
     def _on_exited(self, job: JobHistory) -> None:
-        # The line of their rung counts all that it dropped.
+        # The line of the rung already counts the underperforming jobs.
         if job.exit_reason != ExitReason.UNDERPERFORMING:
             self._say(
                 f"{self._name(job)} ended at {format_share(job.progress)}, {clean(job.outcome)}: {explain_exit(job)}"
@@ -277,11 +277,11 @@ class PlainView:
             self._say("; ".join(sentences))
 
     def _score(self, job: JobHistory) -> float:
-        """Sort key of a job's best; lower is better."""
+        """Return the sort key of a job's best value; lower is better."""
         return job.best_validation_loss if self.history.metric == LOSS else -job.best_score
 
     def _worth(self, job: JobHistory) -> str:
-        """A job's best value as text."""
+        """Return a job's best value as text."""
         metric = self.history.metric
         if metric == LOSS:
             return format_loss(job.best_validation_loss)
@@ -295,6 +295,6 @@ class PlainView:
         """Write a line with the time since the run began, or ``after_s`` seconds."""
         text = f"[{format_duration(self.history.duration_s if after_s is None else after_s):>11}] {line}\n"
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
-        # In a log with a narrow encoding, a character is replaced rather than the run ended.
+        # If the encoding of the log lacks a character, replace the character instead of ending the run.
         self._stream.write(text.encode(encoding, "replace").decode(encoding))
         self._stream.flush()

@@ -1,4 +1,4 @@
-"""A plan in the terminal."""
+"""Shows a plan in the terminal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MIB = 2**20
 
 
 def plan_text(plan: TaskPlan, *, price_per_hour: float | None = None) -> RenderableType:
-    """Jobs, memory of several packings, the one chosen, time and cost."""
+    """Describe jobs, memory of several packings, the chosen packing, time and cost."""
     memory = plan.memory
     planned = memory.margin * memory.capacity_bytes
     smallest, largest = plan.num_parameters
@@ -72,7 +72,7 @@ def plan_text(plan: TaskPlan, *, price_per_hour: float | None = None) -> Rendera
 
 
 def _labelled(lines: Sequence[tuple[str, str]]) -> Table:
-    """A label and a text a line; a text that is too long continues below its own beginning."""
+    """Return a table with a label and a text per line; a long text continues below its own start."""
     table = Table.grid()
     table.add_column(width=12, no_wrap=True)
     table.add_column(overflow="fold")
@@ -82,7 +82,7 @@ def _labelled(lines: Sequence[tuple[str, str]]) -> Table:
 
 
 def schedule_text(schedule: Schedule) -> RenderableType:
-    """Which task runs where and when, which of them share an executor, and how good that is."""
+    """Describe which task runs where and when, which tasks share an executor, and the quality of the schedule."""
     num_tasks = Counter(placement.executor for placement in schedule.placements if placement.executor)
     shared = [executor for executor, number in num_tasks.items() if number > 1]
     table = Table(box=box.SIMPLE_HEAD, show_edge=False)
@@ -148,7 +148,7 @@ def _size(num_bytes: float) -> str:
 
 
 def _memory_error(memory: MemoryProfile) -> str:
-    """How well the memory model describes the measured steps; a line goes through any two points."""
+    """Describe how well the memory model fits the measured steps; two points say nothing, as any line fits them."""
     if len({point.num_tokens for point in memory.points}) == 2:
         return "too few to know the memory estimate error"
     return f"memory estimate error {format_share(memory.error_median)} (at worst {format_share(memory.error_worst)})"

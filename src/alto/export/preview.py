@@ -1,6 +1,6 @@
-"""A task's data on the terminal, before anything is trained.
+"""Shows a task's data in the terminal, before anything is trained.
 
-The texts are a user's or a stranger's: control characters are written out, and rich reads no markup in them.
+The texts are not trusted: control characters are written out, and rich does not interpret markup in them.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _READ = "read:        the first {:,} rows of each dataset, which all numbers her
 
 
 def preview_text(preview: DataPreview, *, marked: bool) -> RenderableType:
-    """Everything in ``preview``, one fact a line, then the examples.
+    """Return everything in ``preview``, one fact per line, then the examples.
 
     Args:
-        marked: Whether trained tokens stand between marks instead of in colour.
+        marked: Whether trained tokens are put between marks instead of coloured.
     """
     counts, (shortest, median, longest) = preview.counts, preview.row_tokens
     has_labels = preview.form == "text_classification"
@@ -52,7 +52,7 @@ def preview_text(preview: DataPreview, *, marked: bool) -> RenderableType:
 
 
 def visible(text: str) -> str:
-    """``text`` with control, escape and bidirectional-override characters written out; lines and tabs stay."""
+    """Write out control, escape and bidirectional-override characters in ``text``; keep line ends and tabs."""
     return "".join(
         char if char.isprintable() or char in "\n\t" else char.encode("unicode_escape").decode() for char in text
     )

@@ -1,4 +1,5 @@
-"""Learning rate against what the task selects by: a point per job, at an equal share of training and at its best."""
+"""Plots the learning rate against the selection metric: one point per job, at an equal share of training and at the
+job's best."""
 
 from __future__ import annotations
 
@@ -20,19 +21,19 @@ __all__ = ["rate_figure"]
 _KEY = "learning_rate"
 
 MAX_TICKS = 8
-"""Rates that have a tick each; more have those of a logarithmic axis."""
+"""Largest number of rates with a tick each; with more rates, the axis has logarithmic ticks."""
 
 
 def rate_figure(history: RunHistory, rows: Iterable[JobRow]) -> dict[str, Any] | None:
-    """Points of all jobs; None where fewer than two rates above 0 were tried, or no job has a finite value.
+    """Return the points of all jobs; None if fewer than two rates above 0 were tried, or a mode has no finite value.
 
     Args:
         history: The run.
         rows: Jobs of the table, best first.
 
     Returns:
-        ``modes``: at an equal share of training, where all jobs can be compared, and at the best of each job, each with
-        its name, its view and a note on what it leaves out; ``traces``: a role each, with ``y`` for every mode.
+        ``modes``: at an equal share of training, where all jobs can be compared, and at the best of each job; each has
+        a name, a view and a note on what the view leaves out. ``traces``: one per role, with ``y`` for every mode.
     """
     labels = {name: row.label for name, row in zip((job.job for job in history.ranked()), rows, strict=True)}
     rates = {name: rate for name, job in history.jobs.items() if (rate := _rate(job)) is not None}
@@ -74,7 +75,7 @@ def _value_at(job: JobHistory, share: float, metric: str) -> float | None:
         return None
     if metric == LOSS:
         return point.validation_loss
-    return point.score if point.score > LEAST_SCORE else None  # that stands for a score that is not finite
+    return point.score if point.score > LEAST_SCORE else None  # LEAST_SCORE replaces scores that are not finite
 
 
 def _best_value(job: JobHistory, metric: str) -> float | None:
@@ -84,7 +85,7 @@ def _best_value(job: JobHistory, metric: str) -> float | None:
 
 
 def _mode(history: RunHistory, name: str, values: dict[str, float | None]) -> dict[str, Any] | None:
-    """What a mode shows; None where no value is finite."""
+    """Return the name, the view and the note of a mode; None if no value is finite."""
     view = point_view(
         [math.nan if value is None else value for value in values.values()],
         more_is_better=history.metric != LOSS,

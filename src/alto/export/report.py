@@ -42,9 +42,9 @@ UNSHOWN = (
     ("data", "train_validation_fingerprint"),
     ("data", "validation_fingerprint"),
 )
-"""Settings of a group that are not listed."""
+"""Nested settings that are not listed."""
 _OF_LABELS = {"accuracy": "Accuracy", "macro_f1": "Macro F1", "mse": "MSE", "spearman": "Spearman's rho"}
-"""Titles of what is measured of classifiers and regressors."""
+"""Titles of the metrics of classifiers and regressors."""
 
 
 def write_report(run_dir: str | Path, *, price: float | None = None) -> Path:
@@ -52,12 +52,12 @@ def write_report(run_dir: str | Path, *, price: float | None = None) -> Path:
 
     Args:
         run_dir: Folder of the run.
-        price: Of an hour of one GPU; None takes that of :func:`alto.runs.device_hours.price_of_hour`, if there is one.
+        price: Price of an hour of one GPU; None takes that of :func:`alto.runs.device_hours.price_of_hour`.
 
     Raises:
         RunNotFoundError: ``run_dir`` holds no journal.
-        RunError: The journal is damaged before its last line, or the metrics of the best adapter are.
-        SpecError: The price in the environment is none.
+        RunError: The journal is damaged before its last line, or the metrics of an adapter are damaged.
+        SpecError: The price in the environment is not a valid price.
         RunWriteError: The disk is full or cannot be written.
     """
     run_dir = Path(run_dir)
@@ -65,16 +65,16 @@ def write_report(run_dir: str | Path, *, price: float | None = None) -> Path:
 
 
 def report_page(run_dir: Path, history: RunHistory, *, price: float | None = None, shown_as: Path | None = None) -> str:
-    """The report of a run as HTML.
+    """Return the report of a run as HTML.
 
     Args:
         run_dir: Folder of the run.
-        history: Of the run.
-        price: As of :func:`write_report`.
-        shown_as: What the page calls the folder; None is the folder itself.
+        history: The run.
+        price: See :func:`write_report`.
+        shown_as: Path of the folder that the page shows; None shows ``run_dir``.
 
     Raises:
-        RunError, SpecError: As of :func:`write_report`.
+        RunError, SpecError: See :func:`write_report`.
     """
     of_task = None if history.started is None else history.started.gpu_hour_price
     hours = device_hours(history, price_of_hour(price, of_task))
@@ -82,11 +82,12 @@ def report_page(run_dir: Path, history: RunHistory, *, price: float | None = Non
 
 
 def render_report(history: RunHistory, run_dir: Path, evaluations: list[dict[str, Any]], hours: DeviceHours) -> str:
-    """The report of ``history`` as HTML; ``run_dir`` only names where the adapters lie.
+    """Return the report of ``history`` as HTML.
 
     Args:
-        evaluations: What ``alto eval`` found, as it is written in the metrics of adapters; ``adapter`` says of which.
-        hours: What the run took, and its price.
+        run_dir: Folder of the run: the page shows paths in it, and the labels of the best adapter are read from it.
+        evaluations: Results of ``alto eval`` from the metrics of adapters; ``adapter`` names the adapter.
+        hours: Device hours of the run, and their price.
     """
     numbers = ("loss", "score", "exact_match", "reward_accuracy", "reward_margin", *_OF_LABELS)
     measured = [name for name in numbers if any(found.get(name) is not None for found in evaluations)]
@@ -98,7 +99,8 @@ def render_report(history: RunHistory, run_dir: Path, evaluations: list[dict[str
 
 
 def _num_labels(path: Path) -> int | None:
-    """Number of labels of the best adapter's classification head; None where it has none, or the file is damaged."""
+    """Return the number of labels of the best adapter's classification head; None without one, or if the file is
+    damaged."""
     try:
         return len(read_json(path)["id2label"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -153,14 +155,18 @@ def _context(history: RunHistory, run_dir: Path) -> dict[str, Any]:
 
 
 def _evaluations(run_dir: Path) -> list[dict[str, Any]]:
-    """Of the best adapter and of every job's; of the base model, which lie beside each, the newest of those alike."""
+    """Return the evaluations of the best adapter, of every job's adapter, and of the base model.
+
+    If an adapter has several evaluations with the same dataset and settings, only the newest is returned. Evaluations
+    of the base model are stored with each adapter.
+    """
     folders = {"best": run_dir / "best"} | {path.parent.name: path for path in sorted(run_dir.glob("jobs/*/best"))}
     found: dict[str, dict[str, Any]] = {}
     for name, folder in folders.items():
         for entry in _read_evaluations(folder / "metrics.json"):
             settings = entry.get("settings")
             settings = settings if isinstance(settings, dict) else {}
-            # The report does not need the other fields: which adapter, and which base.
+            # The report shows the adapter in its own column, and needs no base model.
             shown = {k: v for k, v in settings.items() if v is not None and k not in ("weights", "base_model")}
             line = {**entry, "settings": shown, "adapter": "base" if settings.get("weights") == "base" else name}
             key = json.dumps([line["adapter"], entry.get("dataset"), settings], sort_keys=True)
@@ -182,20 +188,20 @@ def _read_evaluations(path: Path) -> list[dict[str, Any]]:
 
 
 def _settings(history: RunHistory) -> list[tuple[str, Any]]:
-    """Name and value of every setting of the task, nested ones dotted, as the journal has them."""
+    """Return name and value of every setting of the task in the journal; names of nested settings are dotted."""
     flat: list[tuple[str, Any]] = []
     for key, value in history.settings().items():
         if isinstance(value, dict):
             flat += [(f"{key}.{inner}", item) for inner, item in value.items() if (key, inner) not in UNSHOWN]
             if key == RUNGS[0]:
                 flat.append((".".join(RUNGS), describe_rungs(history.rung_settings) or None))
-        elif key != "validation_weights":  # a number for every validation row
+        elif key != "validation_weights":  # too long: a number for every validation row
             flat.append((key, value))
     return flat
 
 
 def _shared_settings(history: RunHistory) -> list[tuple[str, Any]]:
-    """What all jobs have in common."""
+    """Return the settings that all jobs have in common."""
     configs = [tidy_config(job.config) for job in history.jobs.values()]
     varying = set(varying_keys(configs))
     return [(key, value) for key, value in configs[0].items() if key not in varying] if configs else []

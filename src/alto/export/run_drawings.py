@@ -1,4 +1,4 @@
-"""All figures of a run, as the report and the dashboard of a service draw them with ``templates/report.js``."""
+"""All figures of a run, for the report and the service's dashboard; ``templates/report.js`` draws them."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class MetricSection:
     """Heading and text of the figure of a metric.
 
     Attributes:
-        id: Of the figure, in a page.
-        name: The metric.
-        meaning: What it measures, as a sentence.
-        view: The view that its figure opens with; None if there is nothing to show.
+        id: Id of the figure in a page.
+        name: Name of the metric, in words.
+        meaning: A sentence about the metric.
+        view: The initial view of the figure; None if there is nothing to show.
     """
 
     id: str
@@ -49,9 +49,9 @@ class RunFigures:
 
     Attributes:
         validation, train: Curves of the losses.
-        metric_sections: One a metric, in the order of the table's columns.
-        parallel, rates: Settings against the best value; None where too little is known.
-        data: All figures by their ids, as ``templates/report.js`` draws them.
+        metric_sections: One section per metric, in the order of the table's columns.
+        parallel, rates: Figures of settings against the best value; None if there is too little data.
+        data: All figures by id, as data for ``templates/report.js``.
         opens_logarithmic: Whether the axis of progress is logarithmic at first.
     """
 
@@ -65,7 +65,7 @@ class RunFigures:
 
 
 def run_figures(history: RunHistory, table: JobTable) -> RunFigures:
-    """The figures of ``history``, whose job table is ``table``."""
+    """Return the figures of ``history``, whose job table is ``table``."""
     validation = curve_figure(history, table.rows, VALIDATION_LOSS)
     train = curve_figure(history, table.rows, TRAINING_LOSS)
     quantities = {name: metric_quantity(name) for name in table.metrics}
@@ -96,7 +96,7 @@ def run_figures(history: RunHistory, table: JobTable) -> RunFigures:
             },
             "slots": _slots_data(slots),
         },
-        # Rungs early in a run crowd all that happens into the left edge of a linear axis.
+        # Early rungs would crowd everything at the left edge of a linear axis.
         opens_logarithmic=any(history.share_after(rung) <= 0.2 for rung in history.rung_settings),
     )
 

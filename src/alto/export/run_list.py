@@ -1,4 +1,4 @@
-"""The runs and queues of a folder as a table in the terminal."""
+"""Shows the runs and queues of a folder as a table in the terminal."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ STYLES = {
 
 
 def run_list(runs: Sequence[RunSummary], now: float) -> RenderableType:
-    """A row for each run or queue, and a line for each that is damaged.
+    """Return a table with a row for each run or queue, and a line for each damaged one.
 
     Args:
-        runs: In the order of the rows.
-        now: Unix seconds, for their age.
+        runs: Runs and queues, in the order of the rows.
+        now: Current time in Unix seconds, from which ages are computed.
     """
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
-    # What commands take is never cut.
+    # Commands take this name, so it is never cut.
     table.add_column("run", no_wrap=True, min_width=max((len(clean(run.root.name)) for run in runs), default=0))
     table.add_column("state", no_wrap=True)
-    table.add_column("task")  # the one that may shrink: rich shrinks columns that may wrap
+    table.add_column("task")  # may shrink: rich shrinks only columns that may wrap
     for heading in ("jobs", "best val", "done", "age"):
         table.add_column(heading, justify="right", no_wrap=True)
     for run in runs:

@@ -1,4 +1,4 @@
-"""Samples of generations in the terminal."""
+"""Shows sample generations in the terminal."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ __all__ = ["describe_samples", "samples_text"]
 
 MAX_SHOWN = 5
 MAX_CHARS = 240
-"""Longest text that is shown; the report has all of it."""
+"""Largest number of characters shown of a text; the report has the whole text."""
 
 
 def describe_samples(history: RunHistory) -> str:
-    """``5 validation prompts continued by the base, job-003 and job-001``, or why there are none; empty where the task
-    asks for none."""
+    """Return text such as ``5 validation prompts continued by the base, job-003 and job-001``, or why there are no
+    samples; empty if the task requests none."""
     if history.sampling_failure:
         return f"no samples were generated: {clean(history.sampling_failure)}"
     if not history.samples:
         return ""
     *others, last = ["the base", *map(clean, history.samples[0].adapters)]
     by = f"{', '.join(others)} and {last}" if others else last
-    if history.refit is not None:  # their rows are trained here
+    if history.refit is not None:  # a refit also trains on these rows
         prompts = f"{format_count_of(len(history.samples), 'prompt')} of rows that are trained too,"
     else:
         prompts = format_count_of(len(history.samples), "validation prompt")
@@ -34,7 +34,7 @@ def describe_samples(history: RunHistory) -> str:
 
 
 def samples_text(history: RunHistory) -> list[RenderableType]:
-    """The first samples of a run, shortened, each text on a line of its own; nothing where there are none."""
+    """Return the first samples of a run, shortened, with each text on its own line; empty without samples."""
     if history.sampling_failure:
         return [Text(f"note: {describe_samples(history)}", style="yellow")]
     if not history.samples:
@@ -52,7 +52,7 @@ def samples_text(history: RunHistory) -> list[RenderableType]:
 
 
 def _lines(sample: Sample) -> list[tuple[str, str, str]]:
-    """Who, the text, and its style."""
+    """Return for each text of a sample its author, the text, and its style."""
     adapters = [
         (clean(job) if index else f"★ {clean(job)}", text, "" if index else "green")
         for index, (job, text) in enumerate(sample.adapters.items())
@@ -66,7 +66,7 @@ def _lines(sample: Sample) -> list[tuple[str, str, str]]:
 
 
 def _shortened(text: str) -> str:
-    """``text`` on one line, with a sign where its lines end; a text of nothing but blanks is said to be empty."""
+    """Return ``text`` on one line, shortened, with a sign at line ends; a note replaces blank text."""
     line = " ⏎ ".join(cleaned for part in text.splitlines() if (cleaned := clean(part)))
     if not line:
         return "(nothing)"

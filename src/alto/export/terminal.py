@@ -1,6 +1,6 @@
-"""Progress of a run in the terminal, and its summary at the end.
+"""Shows the progress of a run in the terminal, and a summary at the end.
 
-Names come from users: they are cleaned of escapes and drawn as rich ``Text``, which reads no markup.
+Names come from users: escapes are removed from them, and they are drawn as rich ``Text``, which interprets no markup.
 """
 
 from __future__ import annotations
@@ -63,27 +63,27 @@ from alto.spec.metric import LOSS
 __all__ = ["LiveView", "final_summary", "open_view"]
 
 REFRESHES_PER_SECOND = 2
-# Lines of the live view above the table, and the one below it on which the cursor rests.
+# Lines of the live view above the table, and the line below it for the cursor.
 FRAME_LINES = 7
-# Jobs that matter most while the run lasts come first; exits have no stage of their own here.
+# Jobs that matter most during the run come first; exited jobs are shown by the reason of their exit.
 LIVE_ORDER = {"training": 0, "completed": 1, "parked": 2, "pending": 4}
 EXITED_ORDER = 3
 
 
 def open_view(console: Console) -> LiveView | PlainView:
-    """The live table where ``console`` is a screen that can redraw itself, plain lines elsewhere."""
+    """Return the live table if ``console`` is a screen that can redraw itself, else plain lines."""
     can_redraw = console.is_interactive and console.file.isatty() and not console.options.ascii_only
     return LiveView(console) if can_redraw else PlainView(console.file)
 
 
 class LiveView:
-    """Redraws the state of a run in place, as far as the terminal reaches.
+    """Redraws the state of a run in place, limited to the size of the terminal.
 
-    A context manager; ``observe`` may be called from any thread. What it drew disappears when it is left, so that
-    :func:`final_summary` can take its place; notes on the data stay.
+    A context manager; ``observe`` may be called from any thread. When the context ends, the table disappears, so that
+    :func:`final_summary` can replace it; notes on the data stay.
 
     Attributes:
-        history: The run as far as it was observed.
+        history: The run, up to the latest observed entry.
     """
 
     def __init__(self, console: Console, *, clock: Callable[[], float] = time.time) -> None:
@@ -91,7 +91,7 @@ class LiveView:
         self._console = console
         self._clock = clock
         self._lock = threading.Lock()
-        self._paces: dict[str, Pace] = {}  # of every job in a slot, in steps
+        self._paces: dict[str, Pace] = {}  # steps of every job in a slot
         self._announcement = ""
         self._measuring = ""
         self._size = console.size
@@ -109,10 +109,10 @@ class LiveView:
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         self._live.stop()
         if error is not None and self.history.jobs:
-            self._console.print(final_summary(self.history))  # how far it came
+            self._console.print(final_summary(self.history))
 
     def observe(self, entry: JournalEntry) -> None:
-        """Fold in one entry of the journal; the next redraw shows it."""
+        """Apply one entry of the journal; the next redraw shows it."""
         if isinstance(entry.event, MeasuringBegun):  # before the run begins
             self._measuring = describe_measuring(entry.event)
             if not entry.event.is_update:
@@ -124,14 +124,14 @@ class LiveView:
                 case JobAdmitted(job=job) | JobResumed(job=job):
                     self._paces[job] = Pace()
                 case WarmupEnded():
-                    # After exits, every other job is faster.
+                    # After exits, the remaining jobs are faster.
                     self._paces = {job: Pace() for job in self._paces}
             self._measure()
         if not entry.is_replayed:
             self._print(entry.event)
 
     def _print(self, event: Event) -> None:
-        """What stays above the table; outside of the lock, which drawing takes too."""
+        """Print lines that stay above the table. Must be called without the lock, which drawing takes too."""
         match event:
             case OutOfMemory():
                 self._console.print(Text(describe_memory_event(event), style="yellow"))
@@ -144,7 +144,7 @@ class LiveView:
                     self._console.print(Text(f"note: {clean(note)}", style="yellow"))
 
     def show(self, history: RunHistory) -> None:
-        """Replace the shown state by ``history``, the same run read again."""
+        """Replace the shown state by ``history``, a newer state of the same run."""
         with self._lock:
             self.history = history
             in_slots = (job.job for job in history.jobs.values() if job.slot is not None)
@@ -152,7 +152,7 @@ class LiveView:
             self._measure()
 
     def announce(self, text: str) -> None:
-        """Show ``text`` at the top of the view at once, and as long as it lasts."""
+        """Show ``text`` at the top of the view, from now until the view ends."""
         self._announcement = text
         self._live.refresh()
 
@@ -166,7 +166,7 @@ class LiveView:
     def _render(self) -> RenderableType:
         size = self._console.size
         if size != self._size:
-            # What was drawn for another size has been folded by the terminal and cannot be drawn over.
+            # The terminal has wrapped the lines that were drawn for the old size, so they cannot be overdrawn.
             self._console.control(Control.clear(), Control.home())
             self._size = size
         with self._lock:
@@ -217,7 +217,7 @@ class LiveView:
         return [line, Text(facts_line, style="dim", no_wrap=True, overflow="ellipsis")]
 
     def _next_stop(self, job: JobHistory, now: float) -> str:
-        """When a job in a slot reaches its next rung or its end; empty for one that has ended or not begun."""
+        """Describe when a job in a slot reaches its next rung or its end; empty if it has ended or not begun."""
         if job.has_ended or not job.step:
             return ""
         stop, num_steps = next_stop(self.history, job)
@@ -229,7 +229,7 @@ class LiveView:
 
 
 def _wall_time(history: RunHistory) -> str:
-    """How long the run took, with the measuring before its first step."""
+    """Describe how long the run took, and the part for measuring before its first step."""
     if not history.measuring_s:
         return format_duration(history.duration_s)
     total_s = history.duration_s + history.measuring_s
@@ -244,14 +244,14 @@ def final_summary(
     is_live: bool = True,
     now: float | None = None,
 ) -> RenderableType:
-    """The table of jobs, what was saved, and where the best adapter lies.
+    """Return the table of jobs, the savings, and the path of the best adapter.
 
     Args:
         history: A run, finished or not.
-        run_dir: Its folder, to show the path of the adapter; None leaves it out.
-        max_rows: Rows shown at most, best first; None shows all.
-        is_live: Whether a process works on it, if it is not finished.
-        now: Unix seconds, to show how long a run that is worked on still takes; None leaves it out.
+        run_dir: Folder of the run, to show the path of the adapter; None leaves it out.
+        max_rows: Largest number of rows to show, best first; None shows all.
+        is_live: Whether a process works on the run, if it is not finished.
+        now: Current time in Unix seconds, to show the remaining time of a live run; None leaves it out.
     """
     table = job_table(history)
     status = history.status(is_live=is_live)
@@ -303,7 +303,7 @@ def _best_line(table: JobTable, history: RunHistory) -> Text:
     by = "" if history.metric == LOSS else f" by {metric_name(history.metric)}"
     job = history.jobs[best.job_id]
     metrics, tested = describe_metrics(job.best_metrics, table.metrics), describe_test(history, job)
-    scoring = describe_scoring(history.finalists, history.scorer, "")  # a failure is among the notes
+    scoring = describe_scoring(history.finalists, history.scorer, "")  # the notes already report a failure
     chosen = f"; {scoring}" if scoring else ""
     return Text.assemble(
         f"{label}{by}: ",

@@ -1,4 +1,4 @@
-"""The live view of a run that another process works on."""
+"""Shows the live view of a run that another process works on."""
 
 from __future__ import annotations
 
@@ -13,13 +13,7 @@ __all__ = ["watch_run"]
 
 
 def watch_run(console: Console, run: RunDir, every_s: float) -> None:
-    """Redraw the state of ``run`` from its journal every ``every_s`` seconds until no process works on it any more.
-
-    Args:
-        console: Terminal of the view.
-        run: The run.
-        every_s: Seconds between two updates.
-    """
+    """Redraw the state of ``run`` from its journal every ``every_s`` seconds until no process works on it any more."""
     with LiveView(console) as view:
         while True:
             is_live = run.is_locked()

@@ -1,4 +1,4 @@
-"""What a user copies from the report: the winner's configuration, and the commands to use it."""
+"""The winner's configuration and the commands to use it, for users to copy from the report."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LEAST_VLLM_RANK = 8
 
 
 def winner_yaml(history: RunHistory, winner: JobHistory) -> str:
-    """The winner's configuration as keys of a task file, which lacks the rows to train on."""
+    """Return the winner's configuration as keys of a task file, without the rows to train on."""
     keys = {"method": history.method, **winner.config}
     if history.started is not None and history.started.model:
         keys = {"model": history.started.model, **keys}
@@ -24,13 +24,13 @@ def winner_yaml(history: RunHistory, winner: JobHistory) -> str:
 def winner_commands(
     history: RunHistory, winner: JobHistory, run_dir: Path, *, has_labels: bool
 ) -> list[tuple[str, str]]:
-    """What each command does, and the command.
+    """Return what each command does, and the command.
 
     Args:
-        history: Of a finished run.
-        winner: Its best job.
-        run_dir: Its folder.
-        has_labels: Whether the adapter has a classification head, with which nothing generates.
+        history: A finished run.
+        winner: The best job of the run.
+        run_dir: Folder of the run.
+        has_labels: Whether the adapter has a classification head, so that it cannot generate text.
     """
     run = shlex.quote(str(run_dir))
     alone = (
@@ -50,7 +50,7 @@ def winner_commands(
 def _vllm_command(history: RunHistory, winner: JobHistory, run_dir: Path) -> str:
     base = "BASE" if history.started is None else history.started.base_model or history.started.model or "BASE"
     rank = winner.config.get("r")
-    # vLLM allocates for ranks from 8 on, powers of two among them.
+    # vLLM allocates memory for certain ranks from 8 on, among them powers of two.
     needed = max(_LEAST_VLLM_RANK, rank if isinstance(rank, int) else _LEAST_VLLM_RANK)
     adapter = shlex.quote(f"{history.name}={run_dir / 'best'}")
     return (

@@ -1,4 +1,4 @@
-"""The arithmetic of many adapters on one frozen base: reference, backends, autograd function."""
+"""Kernels for many adapters on one frozen base: reference, backends and autograd functions."""
 
 from alto.kernels.backend import choose_backend, layer_functions_on
 from alto.kernels.dora import (

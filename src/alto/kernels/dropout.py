@@ -1,12 +1,11 @@
-"""Dropout whose mask depends on the job alone.
+"""Dropout whose mask depends only on the job.
 
-Every element's bits are a hash of the job's seed, its own step, the group of modules, the token's place in the job's
-batch and the feature: the same for any other jobs in the batch, on any device and from every backend. The mask is made
-    again in the backward pass instead of being stored. Modules that read the same input see the same mask.
+Each element's random bits are a hash of the job's seed, its own step, the group of modules, the token's position in the
+job's batch and the feature. They are the same with any other jobs in the batch, on any device and in every backend. The
+backward pass recomputes the mask instead of storing it. Modules that read the same input use the same mask.
 
-``triton_kernels/dropout.py`` computes the same bits on a GPU. There a forward pass copies every segment's
-``stream_key``, ``threshold`` and ``kept_factor`` once for all layers; hashing in the group's number is left to the
-kernel.
+``triton_kernels/dropout.py`` computes the same bits on a GPU. There, a forward pass copies every segment's
+``stream_key``, ``threshold`` and ``kept_factor`` once for all layers, and the kernel hashes in the group's number.
 """
 
 from __future__ import annotations
@@ -29,17 +28,18 @@ __all__ = [
     "threshold",
 ]
 
-# The finaliser with low bias that Chris Wellons found by search (hash-prospector, "lowbias32").
+# Chris Wellons' low-bias hash finaliser (hash-prospector, "lowbias32").
 _SHIFTS, _FACTORS = (16, 15, 16), (0x7FEB352D, 0x846CA68B)
 _MASK = 0xFFFFFFFF
 
 
 class DropoutKey(NamedTuple):
-    """What a slot's dropout mask depends on, besides the module: the job alone, never the other jobs in the batch.
+    """The key of a slot's dropout mask. Besides the module, the mask depends only on the job, never on other jobs in
+    the batch.
 
     Attributes:
-        first_token: Place of the micro-batch's first token in the job's batch. Not 0 where the rows of a batch are
-            split over micro-batches, whose masks then equal those of an unsplit batch.
+        first_token: Position of the micro-batch's first token in the job's batch. It is not 0 if a batch is split into
+            micro-batches; their masks then equal those of the unsplit batch.
     """
 
     probability: float
@@ -49,7 +49,7 @@ class DropoutKey(NamedTuple):
 
 
 def stream_key(key: DropoutKey) -> int:
-    """32 bits from the job's seed and step; group, token and feature are hashed in after them."""
+    """Return 32 bits from the job's seed and step; group, token and feature are hashed in later."""
     mixed = 0
     for word in (key.seed & _MASK, key.seed >> 32 & _MASK, key.step):
         mixed = hash_int((mixed + word + 1) & _MASK)
@@ -57,26 +57,26 @@ def stream_key(key: DropoutKey) -> int:
 
 
 def group_key(key: DropoutKey, number: int) -> int:
-    """32 bits from the job's seed and step and the number of the group of modules."""
+    """Return 32 bits from the job's seed and step and the number of the group of modules."""
     return hash_int((stream_key(key) + number + 1) & _MASK)
 
 
 def threshold(key: DropoutKey) -> int:
-    """An element is kept where its 32 bits are at least this."""
+    """Return the smallest 32-bit value for which an element is kept."""
     return min(round(key.probability * 2**32), _MASK)
 
 
 def kept_factor(key: DropoutKey) -> float:
-    """The factor of a kept element, a float32 for every backend."""
+    """Return the factor of a kept element, rounded to float32 for every backend."""
     return torch.tensor(1.0 / (1.0 - key.probability), dtype=torch.float32).item()
 
 
 def dropped(x_TK: Tensor, key: DropoutKey | None, number: int) -> Tensor:
-    """The tokens of one segment with its mask applied; themselves where the job has no dropout.
+    """Return the tokens of one segment with its mask applied, or unchanged if the job has no dropout.
 
     Args:
         x_TK: Tokens of the segment.
-        key: Key of the mask; None without dropout.
+        key: Key of the mask; None for no dropout.
         number: Number of the group of modules.
     """
     if key is None:
@@ -85,15 +85,12 @@ def dropped(x_TK: Tensor, key: DropoutKey | None, number: int) -> Tensor:
 
 
 def dropout_factor(key: DropoutKey, number: int, num_tokens: int, num_features: int, device: torch.device) -> Tensor:
-    """``[num_tokens, num_features]`` float32: 0 where dropped, ``kept_factor`` elsewhere; ``number`` is the
-    group's.
+    """Return the factor of every element, ``[num_tokens, num_features]`` float32: 0 if dropped, ``kept_factor``
+    otherwise.
 
     Args:
-        key: Key of the mask.
         number: Number of the group of modules.
         num_tokens: Tokens of the segment.
-        num_features: ``K``.
-        device: Device of the result.
     """
     tokens_T1 = torch.arange(key.first_token, key.first_token + num_tokens, device=device)[:, None]
     features_K = torch.arange(num_features, device=device)
@@ -103,15 +100,14 @@ def dropout_factor(key: DropoutKey, number: int, num_tokens: int, num_features: 
 
 
 def hashed(words: Tensor) -> Tensor:
-    """The hash of the lower 32 bits of ``words``, int64."""
+    """Return the hash of the lower 32 bits of ``words``, int64."""
     return hash_(words.bitwise_and(_MASK))
 
 
 def hash_(x: Tensor, scratch: Tensor | None = None) -> Tensor:
-    """The hash of 32-bit values in int64, in place.
+    """Hash 32-bit values stored as int64, in place.
 
     Args:
-        x: Values.
         scratch: Memory as large as ``x``; None allocates it.
     """
     for shift, factor in zip(_SHIFTS[:2], _FACTORS, strict=True):
@@ -120,7 +116,7 @@ def hash_(x: Tensor, scratch: Tensor | None = None) -> Tensor:
 
 
 def hash_int(x: int) -> int:
-    """The hash of 32 bits."""
+    """Return the hash of 32 bits."""
     for shift, factor in zip(_SHIFTS[:2], _FACTORS, strict=True):
         x = (x ^ x >> shift) * factor & _MASK
     return x ^ x >> _SHIFTS[2]

@@ -1,7 +1,7 @@
-"""In which step the gradients of a bank were written: the first product of a step overwrites, later ones are added.
+"""The step in which each gradient of a bank was written: the first product of a step overwrites, later ones are added.
 
-So no gradient is set to zero after a step, and none is read before the first product of the next. Kernels may also keep
-the sum of squares of every tile of a gradient that they write, so that the norm of a gradient needs no pass over it.
+So gradients need not be zeroed after a step, and none is read before the first product of the next step. Kernels may
+also store the sum of squares of every gradient tile they write, so that a gradient's norm needs no extra pass over it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ class GradientTiles(NamedTuple):
     """The tiles in which kernels write gradients.
 
     Attributes:
-        wide: Features of a tile.
-        narrow: Most ranks of a tile.
-        many, wide_of_many: Where a bank may have more than ``many`` ranks side by side, tiles have so many features.
+        wide: Number of features per tile.
+        narrow: Largest number of ranks per tile.
+        many, wide_of_many: If a bank may have more than ``many`` ranks side by side, tiles have ``wide_of_many``
+            features.
     """
 
     wide: int
@@ -29,8 +30,8 @@ class GradientTiles(NamedTuple):
     def num_sums(
         self, in_features: int, out_features: Sequence[int], ranks: Sequence[int], max_rank: int
     ) -> tuple[int, ...]:
-        """Tiles of ``A`` of a group and of every member's ``B``, of an adapter of these ranks in a bank for up to
-        ``max_rank``."""
+        """Return the number of tiles of a group's ``A`` and of every member's ``B``, for an adapter with these ranks in
+        a bank with up to ``max_rank``."""
         a = self._num_tiles(in_features, sum(ranks), max_rank * len(ranks))
         bs = (self._num_tiles(wide, rank, max_rank) for wide, rank in zip(out_features, ranks, strict=True))
         return a, *bs
@@ -41,22 +42,22 @@ class GradientTiles(NamedTuple):
 
 
 class GradientSteps:
-    """Numbers the steps of every slot, for all groups of modules of a bank."""
+    """Step numbers of all slots, shared by all groups of modules of a bank."""
 
     def __init__(self, num_slots: int) -> None:
         self.of_slots = [0] * num_slots
 
     def end(self, slots: Sequence[int]) -> None:
-        """End the present step of ``slots``: their gradients are of no use any more."""
+        """End the current step of ``slots``; their gradients are no longer needed."""
         for slot in slots:
             self.of_slots[slot] += 1
 
 
 class GroupGradients:
-    """The gradients of one group of modules.
+    """The record of which gradients of one group of modules were written in the current step.
 
     Args:
-        steps: Of the bank.
+        steps: Step numbers of the bank.
     """
 
     def __init__(self, steps: GradientSteps) -> None:
@@ -64,7 +65,8 @@ class GroupGradients:
         self._written = [-1] * len(steps.of_slots)
 
     def begin(self, slots: Sequence[int]) -> tuple[bool, ...]:
-        """Whether each of ``slots`` has a gradient of its present step; from now on it has."""
+        """Return whether each of ``slots`` already has a gradient of its current step, and mark all of them as having
+        one."""
         steps, written = self._steps, self._written
         found = tuple([written[slot] == steps[slot] for slot in slots])
         if not all(found):
@@ -73,5 +75,5 @@ class GroupGradients:
         return found
 
     def has(self, slot: int) -> bool:
-        """Whether ``slot`` has a gradient of its present step."""
+        """Return whether ``slot`` has a gradient of its current step."""
         return self._written[slot] == self._steps[slot]

@@ -1,7 +1,8 @@
-"""Noise on token embeddings (NEFTune, arXiv:2310.05914) that depends on the job alone.
+"""Noise on token embeddings (NEFTune, arXiv:2310.05914) that depends only on the job.
 
-As the masks of :mod:`alto.kernels.dropout`: every number is a hash of the job's seed, its own step, the token's place
-in the job's batch and the feature, whatever other jobs and micro-batches there are.
+As for the masks of :mod:`alto.kernels.dropout`, every noise value is a hash of the job's seed, its own step, the
+token's position in the job's batch and the feature. Other jobs in the batch and the split into micro-batches do not
+change it.
 """
 
 from __future__ import annotations
@@ -22,13 +23,12 @@ _RANGE = 2.0**32
 
 
 class NoiseKey(NamedTuple):
-    """What a job's noise depends on.
+    """The key of a job's noise.
 
     Attributes:
         alpha: ``neftune_noise_alpha``.
-        seed: The job's seed.
-        step: Steps that it has done.
-        first_token: Place of the micro-batch's first token in the job's batch.
+        step: Number of steps that the job has done.
+        first_token: Position of the micro-batch's first token in the job's batch.
     """
 
     alpha: float
@@ -39,12 +39,12 @@ class NoiseKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TokenNoise:
-    """The noise of one micro-batch, for those of its tokens that have any, ``N`` of them.
+    """The noise of one micro-batch, for its ``N`` tokens that get noise.
 
     Attributes:
-        positions_N: Their indices in the micro-batch.
-        keys_N1: The hash of each one's job, step and place in the job's batch.
-        amplitudes_N1: ``alpha / sqrt(L)`` of each, float32; ``L`` is the length of its sequence.
+        positions_N: Indices of these tokens in the micro-batch.
+        keys_N1: Hash of each token's job, step and position in the job's batch.
+        amplitudes_N1: ``alpha / sqrt(L)`` of each token, float32; ``L`` is the length of its sequence.
     """
 
     positions_N: Tensor
@@ -55,12 +55,11 @@ class TokenNoise:
     def build(
         cls, keys: Sequence[NoiseKey | None], lengths: Sequence[Sequence[int]], device: torch.device
     ) -> TokenNoise | None:
-        """The noise of a micro-batch; None where no job has any.
+        """Return the noise of a micro-batch; None if no job uses noise.
 
         Args:
-            keys: Of every job, in token order; None without noise.
-            lengths: Tokens of every sequence of each job.
-            device: Device of the noise.
+            keys: Key of every job, in token order; None for no noise.
+            lengths: Number of tokens of every sequence of each job.
         """
         positions, streams, places, amplitudes, start = [], [], [], [], 0
         for key, of_job in zip(keys, lengths, strict=True):
@@ -79,8 +78,10 @@ class TokenNoise:
         return cls(*(_sent(tensor, device) for tensor in tensors))
 
     def add_to(self, embedded_TH: Tensor) -> Tensor:
-        """A copy of ``embedded_TH`` with noise from the uniform distribution over ``± alpha / sqrt(L H)`` on the tokens
-        that have any; the others are equal to the last bit."""
+        """Return a copy of ``embedded_TH`` with noise on some tokens; the other tokens stay bit-identical.
+
+        The noise is uniform over ``± alpha / sqrt(L H)``.
+        """
         num_features = embedded_TH.shape[1]
         bits_NH = hashed(self.keys_N1 + torch.arange(num_features, device=embedded_TH.device))
         unit_NH = (bits_NH.to(torch.float32) + 0.5).mul_(2.0 / _RANGE).sub_(1.0)
@@ -89,5 +90,5 @@ class TokenNoise:
 
 
 def _sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """``tensor`` on ``device``, copied without host-device synchronisation."""
+    """Return ``tensor`` on ``device``, copied without host-device synchronisation."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

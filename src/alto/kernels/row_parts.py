@@ -1,4 +1,4 @@
-"""The parts of a bank's row that AdamW treats each in one way."""
+"""The parts of a bank's row that AdamW treats differently."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ __all__ = ["RowParts"]
 
 
 class RowParts(NamedTuple):
-    """Where the parts of an adapter's row end; each begins where the one before it ends, and may be empty.
+    """Ends of the parts of an adapter's row; each part begins where the previous one ends, and may be empty.
 
     Attributes:
-        a_end: ``A``: weight decay.
-        decayed_end: ``B`` and vectors with weight decay; the rate of ``B`` (LoRA+).
-        vectors_end: Vectors without weight decay; the rate of ``B``.
-        end: Other tensors; weight decay and the rate of ``A``. The number of parameters of the adapter.
+        a_end: End of ``A``: weight decay and the learning rate of ``A``.
+        decayed_end: End of ``B`` and vectors with weight decay; the learning rate of ``B`` (LoRA+).
+        vectors_end: End of vectors without weight decay; the learning rate of ``B``.
+        end: End of all other tensors: weight decay and the learning rate of ``A``. Equals the number of parameters of
+            the adapter.
     """
 
     a_end: int
@@ -24,11 +25,11 @@ class RowParts(NamedTuple):
     end: int
 
     def spans(self, rates: tuple[float, float], weight_decay: float) -> Iterator[tuple[int, int, float, float]]:
-        """Start, end, rate and weight decay of runs of numbers, as few as there can be.
+        """Yield start, end, learning rate and weight decay of as few runs of elements as possible.
 
         Args:
-            rates: Of ``A`` and of ``B``.
-            weight_decay: Of what has weight decay.
+            rates: Learning rates of ``A`` and of ``B``.
+            weight_decay: Weight decay of the parts that have it.
         """
         rate_of_a, rate_of_b = rates
         first, settings = 0, (rate_of_a, weight_decay)

@@ -1,7 +1,7 @@
-"""A bias of every slot, added to its own tokens.
+"""A bias per slot, added to the slot's own tokens.
 
-One implementation in PyTorch serves all backends: it moves each number once, in a number of launches that does not
-depend on the jobs. A slot's bits do not depend on the other slots.
+One PyTorch implementation serves all backends, because it moves each element once, in a number of launches that does
+not depend on the jobs. A slot's results are bit-identical whatever other slots are present.
 
 Shapes: ``T`` tokens, ``S`` segments, ``Z`` slots, ``N`` features.
 """
@@ -37,27 +37,28 @@ class _SlotBiasChange(torch.autograd.Function):
 def slot_bias_change(
     anchor: Tensor, biases: SlotTensors, base_N: Tensor, schedule: TokenSchedule, dtype: torch.dtype
 ) -> Tensor:
-    """By how much every token's own bias differs from the frozen one, ``[T, N]``: zero where a slot has no own.
+    """Return the difference between every token's own bias and the frozen one, ``[T, N]``; zero if a slot has no own
+    bias.
 
     The backward pass adds the gradient of each bias, summed over the tokens of its slot, to the bank.
 
     Args:
-        anchor: A tensor that requires grad, so that autograd reaches it.
-        biases: Of shape ``[N]``.
+        anchor: A tensor that requires grad, so that autograd runs the backward pass.
+        biases: The slots' biases, each ``[N]``.
         base_N: The frozen bias.
-        schedule: Tokens of every slot.
-        dtype: Of the output that it is added to. Biases are rounded to it first, as they are where PEFT loads them.
+        dtype: Dtype of the output that the result is added to. Biases are rounded to it first, as PEFT does when it
+            loads them.
     """
     change_TN: Tensor = _SlotBiasChange.apply(anchor, biases, base_N, schedule, dtype)
     return change_TN
 
 
 def segment_sums(values_TN: Tensor, schedule: TokenSchedule) -> Tensor:
-    """The sum of every segment's rows, ``[S, N]``, at least float32, all segments in one launch.
+    """Return the sum of every segment's rows, ``[S, N]``, at least float32, in one launch for all segments.
 
-    Each is summed one token after the other, so the same numbers give the same bits.
+    Each segment is summed token by token, so the same inputs give the same bits.
     """
     values_TN = values_TN.to(torch.promote_types(values_TN.dtype, torch.float32)).contiguous()
     lengths_S = schedule.lengths_of_segments(values_TN.device)
-    # unsafe: the lengths are valid; checking them would synchronise host and device.
+    # unsafe=True skips the check of the lengths, which are valid; it would synchronise host and device.
     return torch.segment_reduce(values_TN, "sum", lengths=lengths_S, axis=0, unsafe=True)

@@ -1,7 +1,7 @@
-"""Launches of kernels that Triton has compiled, without asking Triton anew what to compile.
+"""Launches of kernels that Triton has already compiled, without the overhead of asking Triton again what to compile.
 
-For every launch Triton binds arguments to names, looks at each for what it specialises on, writes that into a text and
-looks the text up. A step has hundreds of launches with the same shapes, so here all of it is done once per shape.
+For every launch Triton binds arguments to names, checks each for specialisation, builds a string from the result and
+looks it up. A step has hundreds of launches with the same shapes, so this module does all of it once per shape.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from alto.kernels.triton_config import KernelConfig
 __all__ = ["Launch", "ceil_div", "collected_launches", "compiled_launches", "launch"]
 
 _ALIGNMENT = 16
-"""Bytes; Triton compiles a kernel of its own for tensors that do not begin at a multiple of it."""
+"""In bytes. Triton compiles a separate kernel for tensors whose address is not a multiple of it."""
 
 _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
-"""By what a compiled kernel depends on: the kernel, and the constants behind its arguments."""
+"""Compiled kernels, and the constants that follow their arguments, by the key of :func:`_key`."""
 
 _collected: list[Launch] | None = None
-"""Where launches are put that are only collected; None where they are made."""
+"""List that collects launches instead of running them; None if launches run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """A launch and all that its kernel's compilation depends on.
+    """A launch, with everything that the compilation of its kernel depends on.
 
     Attributes:
-        kernel, grid, tensors, sizes, config, counts, constants: As of :func:`launch`.
+        kernel, grid, tensors, sizes, config, counts, constants: See :func:`launch`.
     """
 
     kernel: Any
@@ -45,12 +45,12 @@ class Launch:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What is compiled, for these sizes."""
+        """Key of the compiled kernel, including the values of its sizes."""
         return _key(self.kernel, self.tensors, self.sizes, self.config, self.constants)
 
     @property
     def binary(self) -> tuple[Any, ...]:
-        """What is compiled: of numbers only what Triton compiles in."""
+        """Key of the compiled kernel, with only those properties of sizes that Triton compiles in."""
         names = self.kernel.arg_names[len(self.tensors) :]
         sizes = (
             None if name in self.kernel.do_not_specialize else (size == 1, size % _ALIGNMENT == 0)
@@ -60,13 +60,16 @@ class Launch:
 
 
 def ceil_div(dividend: int, divisor: int) -> int:
-    """The quotient, rounded up. ``triton.cdiv`` gives the same and takes many times as long outside of kernels."""
+    """Return the quotient, rounded up. ``triton.cdiv`` gives the same result, but is many times slower outside of
+    kernels."""
     return -(-dividend // divisor)
 
 
 def collected_launches(run: Callable[[], None]) -> list[Launch]:
-    """The launches that ``run`` would make; none is made, and what they would write is left as it is. Empty in Triton's
-    interpreter, which compiles nothing."""
+    """Return the launches that ``run`` would make, without running any; their outputs are not written.
+
+    The result is empty in Triton's interpreter, which compiles nothing.
+    """
     global _collected
     assert _collected is None, "collections do not nest"
     if triton.knobs.runtime.interpret:
@@ -81,8 +84,12 @@ def collected_launches(run: Callable[[], None]) -> list[Launch]:
 
 
 def compiled_launches(launches: Sequence[Launch]) -> Iterator[tuple[int, int]]:
-    """Compile the kernels of ``launches``, one at each turn: number of kernels that are compiled, and of all; nothing
-    where all of them are compiled already."""
+    """Compile the kernels of ``launches`` that are not compiled yet, one per iteration.
+
+    Yields:
+        Number of kernels compiled so far and in total, before the first kernel and after each; nothing if all are
+        compiled already.
+    """
     left: dict[tuple[Any, ...], list[Launch]] = {}
     for one in launches:
         if one.key not in _compiled:
@@ -106,16 +113,16 @@ def launch(
     counts: Sequence[int] = (),
     **constants: Any,
 ) -> None:
-    """``kernel[grid](*tensors, *sizes, *counts, **constants, **config.arguments)``, in a fraction of the time.
+    """Run ``kernel[grid](*tensors, *sizes, *counts, **constants, **config.arguments)``, with far less overhead.
 
     Args:
-        kernel: A ``triton.jit`` function whose parameters are tensors, whole numbers and constants, in this order.
-        grid: Programs.
+        kernel: A ``triton.jit`` function whose parameters are tensors, integers and constants, in this order.
+        grid: Number of programs in each dimension.
         tensors: Its tensors, on the current device.
-        sizes: Its whole numbers. Each set of values is kept apart: there should not be a new one in every step.
-        config: How it is compiled.
-        counts: Its whole numbers below 2³¹ that may change in every step, as numbers of tokens do; the kernel names
-            them in ``do_not_specialize``.
+        sizes: Its integers. Each combination of values is cached separately, so they should not change in every step.
+        config: Compile-time configuration.
+        counts: Its integers below 2³¹ that may change in every step, such as numbers of tokens; the kernel lists them
+            in ``do_not_specialize``.
         constants: Constants besides those of ``config``.
     """
     if triton.knobs.runtime.interpret:
@@ -148,14 +155,14 @@ def launch(
 def _key(
     kernel: Any, tensors: Sequence[Tensor], sizes: Sequence[int], config: KernelConfig, constants: dict[str, Any]
 ) -> tuple[Any, ...]:
-    """All that a binary depends on: types, whether a tensor is aligned, and of the numbers whether they are 1, divide
-    by 16 or need 64 bits."""
+    """Return the key of a compiled kernel: kernel, device, configuration, dtype and alignment of tensors, sizes and
+    constants."""
     device = triton.runtime.driver.active.get_current_device()
     kinds = tuple([(tensor.dtype, tensor.data_ptr() % _ALIGNMENT == 0) for tensor in tensors])
     return (kernel, device, config, kinds, *sizes, *constants.values())
 
 
 def _values_behind(kernel: Any, num_arguments: int, config: KernelConfig, constants: dict[str, Any]) -> tuple[Any, ...]:
-    """The constants behind a kernel's tensors and numbers, in the order of its parameters."""
+    """Return the constants that follow a kernel's tensors and integers, in the order of its parameters."""
     known = constants | config.constants
     return tuple(known[name] for name in kernel.arg_names[num_arguments:])

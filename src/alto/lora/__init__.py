@@ -1,4 +1,4 @@
-"""Adapters: the bank that owns them, the layers that apply them, their optimizer, their files."""
+"""LoRA adapters: the bank that stores them, the layers that apply them, their optimizers and their files."""
 
 from alto.lora.bank import ADAPTER_DTYPES, AdapterBank
 from alto.lora.biases import bias_notes, biases_of, is_bias

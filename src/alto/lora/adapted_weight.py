@@ -1,4 +1,4 @@
-"""The weight of a wrapped module, for a model that reads it instead of calling the module."""
+"""The weight of a wrapped module, for models that read the weight instead of calling the module."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from alto.errors import UnsupportedModelError
 __all__ = ["AdaptedWeight", "Product"]
 
 Product: TypeAlias = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""Of tokens ``[…, K]``, a weight ``[N, K]`` and a bias ``[N]`` or None: ``[…, N]``."""
+"""A function of tokens ``[…, K]``, a weight ``[N, K]`` and a bias ``[N]`` or None that returns ``[…, N]``."""
 
 _CASTS = {Tensor.to, Tensor.type, Tensor.float, Tensor.detach, Tensor.contiguous}
 
 
 class AdaptedWeight(Tensor):
-    """A weight ``[N, K]``, or a bias ``[N]``, whose size and precision can be read, and which can be cast.
+    """A weight ``[N, K]`` or bias ``[N]`` that can be cast and whose shape and dtype can be read.
 
     Attributes:
-        product: Computes ``torch.nn.functional.linear`` with it, adapters included; None where only the module itself
-            applies them.
-        owner: Name of its module, for messages.
+        product: Computes ``torch.nn.functional.linear`` with the weight, adapters included; None if only the module
+            itself applies the adapters.
+        owner: Name of its module, for error messages.
     """
 
     product: Product | None
@@ -33,15 +33,17 @@ class AdaptedWeight(Tensor):
 
     @classmethod
     def of(cls, weight_NK: Tensor, owner: str, product: Product | None = None) -> AdaptedWeight:
-        """A view of ``weight_NK``."""
+        """Return a view of ``weight_NK``."""
         adapted = weight_NK.detach().as_subclass(cls)
         adapted.owner, adapted.product = owner, product
         return adapted
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Raises:
-        UnsupportedModelError: It is computed with in a way that would leave the adapters out.
+        """Run ``func``, with the adapters if it is a linear product.
+
+        Raises:
+            UnsupportedModelError: The result would leave out the adapters.
         """
         kwargs = kwargs or {}
         adapted = next(value for value in (*args, *kwargs.values()) if isinstance(value, cls))

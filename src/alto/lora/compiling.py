@@ -1,4 +1,4 @@
-"""Compiles the kernels of a bank before its first step, on tensors of one token."""
+"""Compilation of a bank's kernels before the first step, using tensors of one token."""
 
 from __future__ import annotations
 
@@ -22,21 +22,20 @@ def compile_kernels(
     has_adamw: bool,
     also: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[int, int]]:
-    """Compile what passes through the linear layers and steps of ``bank`` launch, one kernel at each turn.
+    """Compile the kernels that linear layers and optimizer steps of ``bank`` launch, one kernel per iteration.
 
-    Kernels of other modules (embeddings, experts, the output head) are compiled with them where they are the same, and
-    else at their first use. Only between two steps: the gradients of slot 0 are of no use afterwards.
+    Kernels of other modules (embeddings, experts, the output head) are included if they are the same; otherwise they
+    are compiled at their first use. Call this only between two steps, because it invalidates the gradients of slot 0.
 
     Args:
-        bank: Adapters of all slots, whose layers have their operands.
-        optimizer: Of these slots.
-        dtype: Of the base model's activations.
-        has_dropout: Whether a job has dropout.
-        has_adamw: Whether a job has ``adamw_torch``.
-        also: Launches kernels of the base, which are compiled with them.
+        bank: Adapters of all slots, after their operands were handed out to layers.
+        dtype: Dtype of the base model's activations.
+        has_dropout: Whether a job uses dropout.
+        has_adamw: Whether a job uses ``adamw_torch``.
+        also: Launches kernels of the base model, to compile them as well.
 
-    Returns:
-        Number of kernels that are compiled, and of all; nothing where there is nothing to compile.
+    Yields:
+        Number of kernels compiled so far and in total; nothing if there is nothing to compile.
     """
     device = bank.params_ZP.device
     ops = choose_backend(device=device)

@@ -1,4 +1,4 @@
-"""PEFT's own choice of modules by architecture, where a configuration names none.
+"""PEFT's default target modules by architecture, used if a configuration names none.
 
 Source: PEFT 0.21, ``TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING``, and ``LoraModel._prepare_adapter_config``.
 """
@@ -32,18 +32,19 @@ DEFAULT_TARGETS: Mapping[str, str | tuple[str, ...]] = {
     "rwkv": ("key", "value", "receptance", "output"),
     "rwkv7": ("r_proj", "k_proj", "v_proj", "o_proj", "key", "value"),
 }
-"""By model type: names, or an expression."""
+"""By model type: names, or a regular expression."""
 
 
 def default_targets(model_type: str, *, has_parameters: bool = False) -> str | tuple[str, ...]:
-    """The ``target_modules`` that PEFT chooses for models of ``model_type``.
+    """Return the ``target_modules`` that PEFT chooses for models of ``model_type``.
 
     Args:
-        model_type: As in the model's ``config.json``.
-        has_parameters: Whether there are ``target_parameters``, which PEFT trains alone where it has no default.
+        model_type: ``model_type`` in the model's ``config.json``.
+        has_parameters: Whether ``target_parameters`` is set; if PEFT has no default, it then trains only these
+            parameters.
 
     Raises:
-        TargetModuleError: PEFT has no default for it.
+        TargetModuleError: PEFT has no default for this model type.
     """
     found = DEFAULT_TARGETS.get(model_type, () if has_parameters else None)
     if found is None:

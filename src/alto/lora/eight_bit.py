@@ -1,4 +1,4 @@
-"""bitsandbytes' AdamW with its state in 8 bits, for one adapter."""
+"""bitsandbytes' 8-bit AdamW for one adapter."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_optimizer(optim: OptimizerName, device: torch.device) -> None:
     """Check that a job can be trained with ``optim`` on ``device``.
 
     Raises:
-        UnsupportedError: bitsandbytes is not installed, or has no paged memory on this device.
+        UnsupportedError: bitsandbytes is not installed, or does not support paged memory on this device.
     """
     if optim not in EIGHT_BIT_OPTIMIZERS:
         return
@@ -43,11 +43,11 @@ def check_optimizer(optim: OptimizerName, device: torch.device) -> None:
 
 
 def eight_bit_bytes(sizes: Iterable[int], dtype: torch.dtype) -> int:
-    """Bytes of the tensors of an :class:`EightBitAdamW` between two steps.
+    """Return the memory of an :class:`EightBitAdamW` between two steps, in bytes.
 
     Args:
-        sizes: Numbers in every tensor of the adapter.
-        dtype: Of the adapter.
+        sizes: Number of elements of every tensor of the adapter.
+        dtype: Dtype of the adapter.
     """
     total, has_maps = 0, False
     for size in sizes:
@@ -63,14 +63,13 @@ def eight_bit_bytes(sizes: Iterable[int], dtype: torch.dtype) -> int:
 class EightBitAdamW(RowOptimizer):
     """The 8-bit AdamW of one adapter.
 
-    It computes on copies of the adapter's matrices in the layout of PEFT's parameters: its state is
-    quantised in blocks of numbers that are neighbours in a contiguous matrix. bitsandbytes keeps the state of matrices
-    of less than 4096 numbers in 32 bits.
+    It works on contiguous copies of the adapter's matrices in PEFT's layout, because its state is quantised in blocks
+    of neighbouring elements. bitsandbytes keeps the state of tensors with fewer than 4096 elements in 32 bits.
 
     Args:
-        matrices: The adapter's, and its further tensors, any strides; only shapes, dtype and device are used.
-        undecayed: Names of those without weight decay.
-        paged: Whether the state of large matrices is in memory that the driver can page out of the device.
+        matrices: The adapter's matrices and extra tensors, any strides; only shapes, dtype and device are used.
+        undecayed: Names of the tensors without weight decay.
+        paged: Whether the driver can page the state of large matrices out of device memory.
     """
 
     def __init__(self, matrices: Mapping[str, Tensor], *, undecayed: Collection[str] = (), paged: bool) -> None:
@@ -88,7 +87,7 @@ class EightBitAdamW(RowOptimizer):
                 self._optimizer.init_state(group, parameter, group_index, index)
 
     def fits(self, matrices: Mapping[str, Tensor]) -> bool:
-        """Whether it fits an adapter with these matrices."""
+        """Return whether the optimizer fits an adapter with these matrices."""
         return {name: parameter.shape for name, parameter in self._parameters.items()} == {
             name: matrix.shape for name, matrix in matrices.items()
         }
@@ -103,7 +102,7 @@ class EightBitAdamW(RowOptimizer):
         config: JobConfig,
         learning_rate: float,
     ) -> None:
-        """As :meth:`RowOptimizer.step`."""
+        """See :meth:`RowOptimizer.step`."""
         for name, parameter in self._parameters.items():
             parameter.copy_(matrices[name])
             parameter.grad = (gradients[name] * grad_scale).contiguous()
@@ -117,10 +116,10 @@ class EightBitAdamW(RowOptimizer):
             parameter.grad = None
 
     def _step_whole(self) -> None:
-        """Step every matrix, or none."""
+        """Update all matrices, or none if the step fails."""
         some = next(iter(self._parameters.values()))
         if some.device.type != "cpu":
-            self._optimizer.step()  # its kernels take no memory
+            self._optimizer.step()  # its kernels allocate no memory
             return
         step, before = self._optimizer.state[some]["step"], self.read()
         try:
@@ -130,11 +129,11 @@ class EightBitAdamW(RowOptimizer):
             raise
 
     def read(self) -> dict[str, Tensor]:
-        """As :meth:`RowOptimizer.read`."""
+        """See :meth:`RowOptimizer.read`."""
         return {name: part.detach().to("cpu", copy=True) for name, part in self._parts().items()}
 
     def write(self, step: int, tensors: Mapping[str, Tensor]) -> None:
-        """As :meth:`RowOptimizer.write`."""
+        """See :meth:`RowOptimizer.write`."""
         for name, part in self._parts().items():
             part.copy_(tensors[name])
         self._set_step(step)
@@ -146,7 +145,7 @@ class EightBitAdamW(RowOptimizer):
         self._set_step(0)
 
     def _parts(self) -> dict[str, Tensor]:
-        # The maps from 8 bits to numbers are always the same, and shared.
+        # The quantisation maps are constant and shared, so they are not part of the state.
         return {
             f"{name}.{part}": self._optimizer.state[parameter][part]
             for name, parameter in self._parameters.items()

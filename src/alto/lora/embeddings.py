@@ -1,4 +1,4 @@
-"""Token embeddings with an adapter per slot (``target_modules: [embed_tokens]``), or a table of its own
+"""Token embeddings with an adapter per slot (``target_modules: [embed_tokens]``), or with a separate table per job
 (``modules_to_save``)."""
 
 from __future__ import annotations
@@ -21,15 +21,13 @@ __all__ = ["MultiLoraEmbedding"]
 
 
 class MultiLoraEmbedding(InjectedModule):
-    """Frozen embeddings with one adapter per slot. Outside of a schedule they are only the base's.
+    """Frozen embeddings with one adapter per slot. Outside of a schedule they act as the base embeddings.
 
     Args:
-        base: The embeddings.
-        name: Their full name in the model.
-        bank: Adapters of all slots, and embeddings that jobs train whole.
-        operands: Those of the embeddings; None where no job has any.
-        context: Gives the slots of the tokens.
-        ops: The backend that holds the ops.
+        name: Full name in the model.
+        bank: Adapters of all slots, and the tables that jobs train in full.
+        operands: Adapters of the embeddings; None if no job has one.
+        ops: The kernel backend module.
     """
 
     def __init__(
@@ -46,14 +44,14 @@ class MultiLoraEmbedding(InjectedModule):
         self._name = name
         self._bank = bank
         self._operands = operands
-        self._tables = bank.tensors(whole_name(name))  # those that jobs train whole; None where no job does
+        self._tables = bank.tensors(whole_name(name))  # tables trained in full; None if no job trains one
         self._context = context
         self._ops = ops
-        # Some models multiply embeddings in a class of their own: Gemma 3's.
+        # Some models, such as Gemma 3, scale embeddings in their own class.
         self._factor = float(getattr(base, "embed_scale", 1.0))
 
     def __getattr__(self, name: str) -> Any:
-        """Models read settings of their embeddings."""
+        """Return attributes of the base, because models read settings of their embeddings."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -61,7 +59,7 @@ class MultiLoraEmbedding(InjectedModule):
 
     @property
     def weight(self) -> Tensor:
-        """The frozen weight; under a schedule it can only be looked at."""
+        """The frozen weight. Under a schedule it cannot be used in computations."""
         weight: Tensor = self.base.weight
         return AdaptedWeight.of(weight, self._name) if self._context.schedule is not None else weight
 
@@ -87,7 +85,7 @@ class MultiLoraEmbedding(InjectedModule):
             own_TH = slot_embeddings(self._bank.anchor, y_TH, ids_T, self._tables, schedule, **settings)
             if places is None:
                 y = own_TH.view(y.shape)
-            else:  # padding keeps the base's
+            else:  # padding keeps the base embeddings
                 is_token_P1 = places.spread(torch.ones_like(y_TH[:, :1])) > 0
                 y = torch.where(is_token_P1, places.spread(own_TH), y_PH).view(y.shape)
         if self._operands is None:

@@ -1,4 +1,4 @@
-"""Checks that a saved adapter fits a base model."""
+"""The check that a saved adapter fits a base model."""
 
 from __future__ import annotations
 
@@ -19,17 +19,16 @@ __all__ = ["check_fit"]
 
 
 def check_fit(network: PreTrainedModel, adapter: SavedAdapter, base: str, *, remedy: str, otherwise: str = "") -> None:
-    """Check that every tensor of ``adapter`` has its place in ``network``; a classification head is not looked at.
+    """Check that ``network`` has a place for every tensor of ``adapter``, except a classification head.
 
     Args:
         network: The base model, with or without injected adapters.
-        adapter: The adapter.
-        base: The name of the base model, for messages.
-        remedy: How another base model is named, for messages.
-        otherwise: What else can be done about tensors that ALTO cannot hold, for messages.
+        base: Name of the base model, for error messages.
+        remedy: How to name another base model, for error messages.
+        otherwise: Another remedy for tensors that ALTO does not support, for error messages.
 
     Raises:
-        TargetModuleError: A tensor is of a module that the model does not have, or has other sizes.
+        TargetModuleError: A tensor belongs to a module that the model does not have, or has the wrong shape.
     """
     modules = {module.name: module for module in adaptable(network)}
     absent = sorted(set(adapter.weights) - set(modules))
@@ -72,7 +71,8 @@ def _check_extras(network: PreTrainedModel, adapter: SavedAdapter, base: str, re
 
 
 def _check_base_weights(network: PreTrainedModel, adapter: SavedAdapter, base: str, remedy: str) -> None:
-    """What PEFT saved of the base model, and would put in its place, is what the base model has."""
+    """Check that the base weights saved by PEFT, which PEFT would load into the base model, equal those of
+    ``network``."""
     for name, saved in adapter.base_weights.items():
         held = initial_values(network, [ExtraTensor(name=name, shape=tuple(saved.shape))])[name].cpu()
         if not torch.equal(held, saved.to(held.dtype)):

@@ -1,4 +1,4 @@
-"""The memory of a bank and the optimizers of its slots, before they are made."""
+"""The memory of a bank and its optimizers, computed before they are created."""
 
 from __future__ import annotations
 
@@ -23,18 +23,16 @@ def bank_bytes(
     working_dtype: torch.dtype | None = None,
     state_dtype: torch.dtype | None = None,
 ) -> int:
-    """Bytes of the tensors of an :class:`AdapterBank` and its :class:`SlotAdamW`, with the largest adapter in every
-    slot under the costliest of ``optims``.
+    """Return the memory of an :class:`AdapterBank` and its :class:`SlotAdamW`, in bytes, with the largest adapter in
+    every slot and the costliest of ``optims``.
 
-    Paged state counts like all other state: it leaves the device only when that is full.
+    Paged state counts in full, because it leaves the device only when the device's memory is full.
 
     Args:
-        layout: Layout of a row.
-        num_slots: Number of slots.
         optims: Optimizers of the task's jobs.
         adapter_dtype: Precision of adapters and gradients.
-        working_dtype: Of the bank's copies of its weights; None without.
-        state_dtype: Of the moments of ``adamw_torch``; None is that of the adapters.
+        working_dtype: Precision of the bank's copies of its weights; None for no copies.
+        state_dtype: Precision of the moments of ``adamw_torch``; None means that of the adapters.
     """
     bytes_of_rows = 2 * adapter_dtype.itemsize  # weights and gradients
     if working_dtype is not None:

@@ -1,4 +1,4 @@
-"""Norms of the gradients of a bank's slots, from sums of squares where kernels have left them."""
+"""Gradient norms of a bank's slots, computed from sums of squares where kernels have written them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["gradient_norms"]
 
 
 def gradient_norms(ops: ModuleType, bank: AdapterBank, slots: Sequence[int]) -> Tensor:
-    """Norm ``[len(slots)]`` of every slot's gradient, at least float32.
+    """Return the norm of every slot's gradient, ``[len(slots)]``, at least float32.
 
-    A slot's norm is read from the sums of squares of its gradient's tiles if all of the gradient has such sums, and
-    from the gradient if not: of adapters with further tensors, embeddings or experts, of those whose gradient is summed
-    over ranks, and of those whose pass has left out a module. Which of the two depends on the slot alone.
+    A norm is computed from the sums of squares of the gradient's tiles if they cover the whole gradient, and from the
+    gradient itself otherwise: for adapters with extra tensors, embeddings or experts, for gradients summed over ranks,
+    and for passes that skipped a module. The choice depends only on the slot itself.
     """
     sums = bank.square_sums
     summed = [] if sums is None else [index for index, slot in enumerate(slots) if sums.are_complete(slot)]
@@ -34,5 +34,5 @@ def gradient_norms(ops: ModuleType, bank: AdapterBank, slots: Sequence[int]) -> 
     rest = [slots[index] for index in left]
     of_rows = ops.row_norms(bank.grads_ZP, rest, [bank.places(slot).end for slot in rest])
     order = sorted(range(len(slots)), key=(summed + left).__getitem__)
-    # A list as an index would be copied from memory that is not pinned, which synchronises host and device.
+    # Indexing with a list would copy from unpinned memory, which synchronises host and device.
     return torch.cat([norms, of_rows]).index_select(0, upload(order, torch.int64, norms.device))

@@ -1,8 +1,9 @@
-"""Linear layers that read the same input as one operator of PyTorch, so that a compiled layer has no break around them.
+"""Linear layers that read the same input as one PyTorch operator, so that ``torch.compile`` does not break the graph of
+a layer around them.
 
-To the compiler the operator is a call that it does not look into. What it computes with (adapters, frozen weights, the
-slots of the tokens) changes between steps and layers, and is looked up by a number when it runs. The number is in a
-tensor, so that all layers of a model share what is compiled.
+To the compiler the operator is opaque. Its data (adapters, frozen weights, token slots) changes between steps and
+layers, so it is looked up by a number at run time. The number is stored in a tensor, so all layers of a model share one
+compiled graph.
 
 Shapes: ``T`` tokens, ``K`` in-features, ``N`` out-features, ``Q`` ranks of a slot over the layers, ``R`` the length of
 a row that holds them.
@@ -27,10 +28,10 @@ class InGraph(Protocol):
     """Linear layers that read the same input."""
 
     def in_pass(self, num_tokens: int) -> GroupedLinear:
-        """What they compute in the pass in progress, forward or backward.
+        """Return the layers with the adapters of the current forward or backward pass.
 
         Raises:
-            UnsupportedModelError: They do not see all tokens of it.
+            UnsupportedModelError: The layers do not see all tokens of the pass.
         """
         ...
 
@@ -41,12 +42,11 @@ _of_number: WeakValueDictionary[int, InGraph] = WeakValueDictionary()
 
 
 class GraphHandle:
-    """How compiled layers refer to a group.
+    """The reference that compiled layers hold to a group of linear layers.
 
     Args:
-        group: The group; only referred to.
-        operands: Its adapters.
-        ops: The backend that holds the ops.
+        group: The group, referenced weakly.
+        ops: The kernel backend module.
     """
 
     def __init__(self, group: InGraph, operands: LoraOperands, ops: ModuleType) -> None:
@@ -58,7 +58,7 @@ class GraphHandle:
 
 
 def linear_in_graph(x_TK: Tensor, anchor: Tensor, handle: GraphHandle) -> tuple[Tensor, ...]:
-    """See :func:`alto.kernels.grouped_lora_linear`: ``y_TN`` of every layer. The layers are those of ``handle``."""
+    """Return ``y_TN`` of every layer of ``handle``; see :func:`alto.kernels.grouped_lora_linear`."""
     row_length, dtype = handle.rows[x_TK.dtype]
     result: tuple[Tensor, ...] = _LinearInGraph.apply(x_TK, anchor, handle.number, handle.widths, row_length, dtype)
     return result
@@ -80,7 +80,7 @@ class _LinearInGraph(torch.autograd.Function):
 
 
 def _forward(x_TK: Tensor, number: Tensor, widths: list[int], row_length: int, dtype: torch.dtype) -> list[Tensor]:
-    """``y_TN`` of every layer, and the rows ``s_TR`` that begin with ``s_TQ``."""
+    """Return ``y_TN`` of every layer, and the rows ``s_TR`` that begin with ``s_TQ``."""
     ys, s_TQ = _of_number[int(number)].in_pass(len(x_TK)).forward(x_TK)
     if s_TQ is None:
         return [*ys, x_TK.new_empty(len(x_TK), row_length, dtype=dtype)]
@@ -93,7 +93,8 @@ def _shapes(x_TK: Tensor, number: Tensor, widths: list[int], row_length: int, dt
 
 
 def _backward(dys: list[Tensor], x_TK: Tensor, s_TR: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient towards ``x_TK``, and a zero for the anchor: a result that is needed, so that the call is made."""
+    """Return the gradient with respect to ``x_TK`` and a zero for the anchor, whose gradient is always needed, so the
+    call is always made."""
     group = _of_number[int(number)].in_pass(len(x_TK))
     s_TQ = s_TR[:, : group.operands.max_width] if group.is_adapted else None
     dx_TK = group.backward([dy_TN.contiguous() for dy_TN in dys], x_TK, s_TQ, needs_dx=True)
@@ -105,7 +106,7 @@ def _backward_shapes(dys: list[Tensor], x_TK: Tensor, s_TR: Tensor, number: Tens
     return torch.empty_like(x_TK), x_TK.new_zeros((), dtype=torch.float32)
 
 
-# Not with torch.library.custom_op: it goes through autograd at every call, although the function above is autograd's.
+# Not torch.library.custom_op: it would go through autograd at every call, although _LinearInGraph already does.
 _library = torch.library.Library("alto", "FRAGMENT")
 _library.define(
     "grouped_linear(Tensor x, Tensor number, int[] widths, int row_length, ScalarType dtype) -> Tensor[]",

@@ -1,4 +1,4 @@
-"""Classification heads: one of each job's own, a further tensor ``[K, H]`` of its adapter.
+"""Classification heads: each job has its own, an extra tensor ``[K, H]`` of its adapter.
 
 Shapes: ``Q`` rows, ``H`` hidden size, ``K`` labels.
 """
@@ -20,11 +20,11 @@ from alto.records import LabelSet
 __all__ = ["HEAD", "BankHeads", "head_tensor"]
 
 HEAD = "score.weight"
-"""Name of a head in transformers' ``...ForSequenceClassification`` models."""
+"""Name of the head's weight in transformers' ``...ForSequenceClassification`` models."""
 
 
 def head_tensor(model: PreTrainedModel, labels: LabelSet) -> ExtraTensor:
-    """The head of a job that learns ``labels`` on ``model``."""
+    """Return the head of a job that learns ``labels`` on ``model``."""
     return ExtraTensor(name=HEAD, shape=(labels.num_labels, model.config.get_text_config().hidden_size))
 
 
@@ -35,9 +35,9 @@ class BankHeads:
         self._bank = bank
 
     def initialise(self, slot: int, model: PreTrainedModel, seed: int) -> None:
-        """Draw the head of ``slot`` as transformers draws the head of a model that comes without one.
+        """Initialise the head of ``slot`` as transformers initialises the head of a model without one.
 
-        The draw depends on the seed, the model and the number of labels alone.
+        The values depend only on the seed, the model and the number of labels.
         """
         weight_KH = self._of(self._bank.params_ZP, slot)
         linear = nn.Linear(weight_KH.shape[1], weight_KH.shape[0], bias=False)
@@ -47,15 +47,16 @@ class BankHeads:
         weight_KH.copy_(linear.weight.detach())
 
     def logits(self, hidden_QH: Tensor, slots: Sequence[int], counts: Sequence[int]) -> Tensor:
-        """Logits ``[Q, K]`` in the dtype of the bank; the backward pass adds the gradients of the heads to those in the
-        bank.
+        """Return the logits ``[Q, K]`` in the dtype of the bank; the backward pass adds the gradients of the heads to
+        those in the bank.
 
-        Every head is multiplied with the rows of its own job alone, so that no other job changes its bits.
+        Every head is multiplied only with the rows of its own job, so results are bit-identical whatever other jobs are
+        present.
 
         Args:
             hidden_QH: Hidden state of every row.
-            slots: Slot of every job; their heads have equally many labels.
-            counts: Rows of every job, in order.
+            slots: Slot of every job; all their heads have the same number of labels.
+            counts: Number of rows of every job, in order.
         """
         bank = self._bank
         weights = [self._of(bank.params_ZP, slot) for slot in slots]

@@ -1,4 +1,4 @@
-"""What the further tensors of adapters start with, read from the base model."""
+"""Initial values of the extra tensors of adapters, read from the base model."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ __all__ = ["initial_values"]
 
 @torch.no_grad()
 def initial_values(model: PreTrainedModel, extras: Iterable[ExtraTensor]) -> dict[str, Tensor]:
-    """The values of ``extras`` before the first step, by name.
+    """Return the values of ``extras`` before the first step, by name.
 
-    Of a sharded model all ranks have to call it alike, as each parameter is gathered from all of them.
+    If the model is sharded, all ranks must make the same call, because each parameter is gathered from all of them.
 
     Args:
         model: The base model, with or without injected adapters.
-        extras: Parameters of its modules, magnitude vectors, which are the norms of the rows of their weights, and
-            classification heads, which the base has not: a single zero for those of any size, until a job draws its
-            own.
+        extras: Parameters of the model's modules; magnitude vectors, which start as the row norms of the weights; and
+            classification heads, which the base model does not have: these get a single zero, whatever their size,
+            until a job draws its own.
     """
     modules = base_modules(model)
     return {

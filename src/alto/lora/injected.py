@@ -1,4 +1,4 @@
-"""The base class of all modules that take the place of a module of the base model."""
+"""The base class of all modules that replace a module of the base model."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["InjectedModule"]
 
 
 class InjectedModule(nn.Module):
-    """Computes what a module of the base model computes, with what the adapters of all slots change in it.
+    """A module that computes what a base-model module computes, plus the changes made by the adapters of all slots.
 
     Attributes:
-        base: The module whose place it has. Outside of a schedule it is only that.
+        base: The replaced module. Outside of a schedule, the injected module behaves exactly like it.
     """
 
     base: Any

@@ -22,11 +22,12 @@ from alto.lora.injected import InjectedModule
 __all__ = ["ForwardContext", "FrozenLinear", "FrozenWeight", "MultiLoraLinear", "RowPlaces", "SharedInput"]
 
 FrozenLinear: TypeAlias = nn.Linear | Conv1D
-"""A linear layer of a base model; GPT-2's family keeps weights transposed, ``[K, N]``, in a ``Conv1D``."""
+"""A linear layer of a base model; the GPT-2 family stores weights transposed, ``[K, N]``, in a ``Conv1D``."""
 
 
 class RowPlaces(Protocol):
-    """Where the ``T`` tokens of a forward pass lie among the ``P`` positions that the model computes.
+    """The mapping between the ``T`` tokens of a forward pass and the ``P`` positions, padding included, that the model
+    computes.
 
     Attributes:
         num_positions: ``P``.
@@ -36,23 +37,23 @@ class RowPlaces(Protocol):
     def num_positions(self) -> int: ...
 
     def collect(self, x_PN: Tensor) -> Tensor:
-        """The tokens, ``[T, N]``."""
+        """Return the rows of the tokens, ``[T, N]``."""
         ...
 
     def spread(self, x_TN: Tensor) -> Tensor:
-        """The positions, ``[P, N]``."""
+        """Return the rows at all positions, ``[P, N]``, zero at padding."""
         ...
 
 
 class ForwardContext:
-    """Gives every injected module the slots of the current forward pass's tokens.
+    """The context that tells every injected module which slot each token of the current forward pass belongs to.
 
-    The model owns its groups, and they the bank: here they are only referred to, so that a bank is freed with the model
-    that it serves (or when it is taken out of it), at once and not when Python next collects cycles.
+    The model owns its groups, and the groups own the bank. The context holds only weak references to the groups, so a
+    bank is freed together with its model (or when it is ejected) at once, without waiting for Python's garbage
+    collector.
 
     Args:
-        places: Gives the places of the tokens of the forward pass in progress; None where the model computes nothing
-            but tokens.
+        places: Returns the token positions of the current forward pass; None if the model computes no padding.
     """
 
     def __init__(self, places: Callable[[], RowPlaces | None] | None = None) -> None:
@@ -62,17 +63,16 @@ class ForwardContext:
 
     @property
     def is_packed(self) -> bool:
-        """Whether the model computes nothing but tokens."""
+        """Whether the model computes only tokens, without padding."""
         return self._places is None
 
     def places(self) -> RowPlaces | None:
-        """The places of the tokens of the forward pass in progress; None where the model computes them alone."""
+        """Return the token positions of the current forward pass; None if the model computes no padding."""
         return None if self._places is None else self._places()
 
     @property
     def graph_groups(self) -> tuple[int, int]:
-        """How many of the inputs that adapted linear layers read are read inside of compiled layers, where layers are
-        compiled; and how many there are."""
+        """Number of shared inputs whose layers may be part of compiled layers, and number of all shared inputs."""
         return sum(group.is_in_graph for group in self.groups), len(self.groups)
 
     @contextmanager
@@ -89,17 +89,14 @@ class ForwardContext:
 
 
 class SharedInput:
-    """Linear layers that read the same input: the first call computes the outputs of all.
+    """Linear layers that read the same input; the first call computes the outputs of all of them.
 
-    A member that is called with another tensor is also correct, but shares no work.
+    Calling a member with a different tensor is also correct, but shares no work.
 
     Args:
-        bases: The layers.
-        bank: Adapters of all slots.
-        operands: Those of the layers.
-        context: Gives the slots of the tokens.
-        biases: The own bias of every slot for each layer; None where no job trains it.
-        dora: Computes their outputs, scaled to the magnitudes of slots that have them.
+        bases: The frozen weights of the layers.
+        biases: The bias of every slot for each layer; None if no job trains it.
+        dora: Computes the layers' outputs, with DoRA magnitudes for slots that have them.
     """
 
     def __init__(
@@ -125,8 +122,8 @@ class SharedInput:
 
     @property
     def is_in_graph(self) -> bool:
-        """Whether a compiled layer may contain the layers: it does not where jobs train biases or magnitudes of theirs,
-        nor in padded rows."""
+        """Whether compiled layers may contain these layers. They may not if jobs train biases or magnitudes of the
+        layers, or if rows are padded."""
         return self._handle is not None
 
     @property
@@ -134,11 +131,11 @@ class SharedInput:
         return self._context.schedule is not None
 
     def trains_bias(self, member: int) -> bool:
-        """Whether a job trains the bias of layer ``member``."""
+        """Return whether a job trains the bias of layer ``member``."""
         return self._biases[member] is not None
 
     def output(self, member: int, x: Tensor) -> Tensor:
-        """Output of layer ``member`` for ``x``; every output is returned once."""
+        """Return the output of layer ``member`` for ``x``. Every computed output is returned only once."""
         if self._input is not x or member not in self._outputs:
             self._input, self._outputs = x, dict(enumerate(self._compute(x)))
         output = self._outputs.pop(member)
@@ -187,7 +184,7 @@ class SharedInput:
         return ys if places is None else tuple(map(places.spread, ys))
 
     def _with_bias(self, member: int, y_TN: Tensor) -> Tensor:
-        """The output of layer ``member``, with every slot's own bias in the place of the frozen one."""
+        """Return the output of layer ``member``, with each slot's own bias in place of the frozen one."""
         biases, schedule = self._biases[member], self._context.schedule
         assert schedule is not None
         if biases is None or not biases.is_in(schedule):
@@ -198,7 +195,7 @@ class SharedInput:
 
 
 class FrozenWeight:
-    """The weight and the bias of a linear layer; read at each use, as they may be gathered or dequantised then."""
+    """The weight and bias of a linear layer, read at each use because they may be gathered or dequantised then."""
 
     def __init__(self, base: FrozenLinear) -> None:
         self._base: Any = base
@@ -218,19 +215,18 @@ class FrozenWeight:
 
     @property
     def weight(self) -> Tensor:
-        """The weight."""
+        """The weight ``[N, K]``."""
         weight: Tensor = self._base.weight
         return weight.T if self._is_transposed else weight
 
 
 class MultiLoraLinear(InjectedModule):
-    """A frozen linear layer with one adapter per slot. Outside of a schedule it is only the base layer.
+    """A frozen linear layer with one adapter per slot. Outside of a schedule it acts as the base layer.
 
     Args:
-        base: The layer.
-        name: Its full name in the model.
+        name: Full name in the model.
         shared: The layers that read the same input.
-        member: Its index among them.
+        member: Index of this layer among them.
     """
 
     def __init__(self, base: FrozenLinear, name: str, shared: SharedInput, member: int) -> None:
@@ -242,13 +238,13 @@ class MultiLoraLinear(InjectedModule):
 
     @property
     def weight(self) -> Tensor:
-        """The frozen weight, for models that ask for its precision; under a schedule it can only be looked at."""
+        """The frozen weight, for models that read its dtype. Under a schedule it cannot be used in computations."""
         weight: Tensor = self.base.weight
         return AdaptedWeight.of(weight, self._name) if self._shared.is_in_forward else weight
 
     @property
     def bias(self) -> Tensor | None:
-        """The frozen bias; one that jobs train can only be looked at under a schedule."""
+        """The frozen bias. Under a schedule, a bias that jobs train cannot be used in computations."""
         bias: Tensor | None = self.base.bias
         if bias is None or not (self._shared.is_in_forward and self._shared.trains_bias(self._member)):
             return bias
@@ -257,7 +253,7 @@ class MultiLoraLinear(InjectedModule):
     def forward(self, x: Tensor) -> Tensor:
         return self._output(x) if self._shared.is_in_graph else self._output_outside(x)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # looks at the slots of tokens, which graphs do not know
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # reads token slots, which compiled graphs do not have
     def _output_outside(self, x: Tensor) -> Tensor:
         return self._output(x)
 

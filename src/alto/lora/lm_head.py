@@ -1,8 +1,9 @@
-"""The output head of a causal LM with an adapter per slot (``target_modules: [lm_head]``), or a head of its own
-(``modules_to_save``).
+"""The output head of a causal LM with an adapter per slot (``target_modules: [lm_head]``), or with a separate head per
+job (``modules_to_save``).
 
-In training and evaluation the loss head computes logits chunk by chunk, and only of tokens that are trained: here it
-asks what the adapters add to a chunk. Where the model computes its logits itself, the head is a layer like others.
+In training and evaluation, the loss head computes logits chunk by chunk, only for tokens with a loss, and asks this
+module for the adapters' contribution to each chunk. If the model computes its logits itself, the head works like any
+other layer.
 
 Shapes: ``S`` trained tokens, ``C`` tokens of a chunk, ``H`` hidden size, ``V`` vocabulary, ``Q`` ranks of a slot.
 """
@@ -46,15 +47,13 @@ class _Tokens(Protocol):
 
 
 class MultiLoraHead(InjectedModule):
-    """A frozen output head with one adapter per slot. Outside of a schedule it is only the base's head.
+    """A frozen output head with one adapter per slot. Outside of a schedule it acts as the base head.
 
     Args:
-        base: The head, a linear layer.
-        name: Its full name in the model.
-        bank: Adapters of all slots, and heads that jobs train whole.
-        operands: Its adapters; None where no job has any.
-        context: Gives the slots of the tokens.
-        ops: The backend that holds the ops.
+        name: Full name in the model.
+        bank: Adapters of all slots, and the heads that jobs train in full.
+        operands: Adapters of the head; None if no job has one.
+        ops: The kernel backend module.
     """
 
     def __init__(
@@ -71,13 +70,13 @@ class MultiLoraHead(InjectedModule):
         self._name = name
         self._bank = bank
         self._operands = operands
-        self._heads = bank.tensors(whole_name(name))  # those that jobs train whole; None where no job does
+        self._heads = bank.tensors(whole_name(name))  # heads trained in full; None if no job trains one
         self._context = context
         self._ops = ops
 
     @property
     def weight(self) -> Tensor:
-        """The frozen weight, for models that ask for its precision; under a schedule it can only be looked at."""
+        """The frozen weight, for models that read its dtype. Under a schedule it cannot be used in computations."""
         weight: Tensor = self.base.weight
         return AdaptedWeight.of(weight, self._name) if self.is_in_forward else weight
 
@@ -112,8 +111,11 @@ class MultiLoraHead(InjectedModule):
         return y_SV.view(*x.shape[:-1], -1)
 
     def runs(self, tokens: _Tokens) -> list[tuple[int, _HeadAdapters | _OwnHead | None]]:
-        """The trained tokens of a forward pass in order, in runs of consecutive ones: how many, and their adapters,
-        None where their jobs have none on the head."""
+        """Return the trained tokens of a forward pass as runs of consecutive tokens: length and adapters of each run,
+        in order.
+
+        The adapters are None if the jobs of a run have none on the head.
+        """
         schedule = self._context.schedule
         assert schedule is not None
         jobs = list(zip(tokens.slots, tokens.job_targets, _starts(tokens.job_tokens), strict=True))
@@ -139,21 +141,21 @@ class MultiLoraHead(InjectedModule):
         return found
 
     def _kind(self, slot: int) -> tuple[bool, int | None]:
-        """Whether a slot has matrices on the head, and the slot itself where it has a head of its own."""
+        """Return whether ``slot`` has low-rank matrices on the head, and the slot itself if it has its own head, else
+        None."""
         has_own = self._heads is not None and slot in self._heads
         return self._operands is not None and slot in self._operands.slots, slot if has_own else None
 
 
 class _HeadAdapters:
-    """The adapters of some trained tokens on the head, as :class:`alto.backbone.loss_head.LogitAdapters`.
+    """The adapters of some trained tokens on the head; implements :class:`alto.backbone.loss_head.LogitAdapters`.
 
     Args:
-        anchor: See there.
+        anchor: See :class:`alto.backbone.loss_head.LogitAdapters`.
         operands: Adapters of all slots on the head.
-        ops: The backend that holds the ops.
-        schedule: The tokens of every slot.
-        positions_S: Place of every token in the forward pass.
-        starts: Place of the first token of every slot there.
+        ops: The kernel backend module.
+        positions_S: Position of every token in the forward pass.
+        starts: Position of every slot's first token in the forward pass.
     """
 
     def __init__(
@@ -175,8 +177,11 @@ class _HeadAdapters:
         self._parts: dict[tuple[int, int], TokenSchedule] = {}
 
     def inputs(self, hidden_SH: Tensor) -> Tensor:
-        """The hidden states, with dropout where a job has it: a token's mask is that of its place among all tokens of
-        its job's batch, trained or not, as in every other layer."""
+        """Return the hidden states, with dropout for the jobs that use it.
+
+        As in every other layer, a token's mask depends on its position among all tokens of its job's batch, trained or
+        not.
+        """
         schedule = self._schedule
         slots = {slot for slot, key in zip(schedule.slots, schedule.dropout, strict=True) if key is not None}
         if not slots:
@@ -187,13 +192,13 @@ class _HeadAdapters:
         return dropped_inputs(hidden_SH, schedule, slots, self._operands.number, self._positions_S - starts_S)
 
     def shrink(self, x_SH: Tensor) -> Tensor:
-        """Products with every slot's own ``A``, ``[S, Q]``; columns past a slot's own ranks are not meant to be
-        read."""
+        """Return the products with every slot's own ``A``, ``[S, Q]``; columns past a slot's own ranks are
+        undefined."""
         s_SQ: Tensor = self._ops.grouped_shrink(x_SH, self._operands, self._part(0, self._schedule.num_tokens))
         return s_SQ
 
     def expand(self, s_CQ: Tensor, part: slice, dtype: torch.dtype) -> Tensor:
-        """The output of the adapters for the tokens ``part``, ``[C, V]``."""
+        """Return the output of the adapters for the tokens ``part``, ``[C, V]``."""
         change_CV = s_CQ.new_empty(len(s_CQ), self._operands.out_features[0], dtype=dtype)
         self._ops.grouped_expand(s_CQ, self._operands, [change_CV], self._part(part.start, part.stop))
         return change_CV
@@ -201,9 +206,12 @@ class _HeadAdapters:
     def backward(
         self, x_CH: Tensor, s_CQ: Tensor, dlogits_CV: Tensor, dloss_C: Tensor, part: slice, *, needs_input: bool
     ) -> Tensor | None:
-        """The gradient towards ``x_CH``, or None where it is not needed; those of the adapters are added in the bank.
+        """Return the gradient with respect to ``x_CH``, or None if not needed; add the gradients of the adapters to the
+        bank.
 
-        The gradient towards a loss may be far below the range of 16 bits, and is multiplied in last."""
+        The gradient with respect to a token's loss may be far below the range of 16-bit types, so it is multiplied in
+        last.
+        """
         schedule, operands = self._part(part.start, part.stop), self._operands
         dx_CH = torch.empty_like(x_CH) if needs_input else None
         ds_CQ = self._ops.grouped_backward_input([dlogits_CV], operands, dx_CH, schedule)
@@ -212,7 +220,8 @@ class _HeadAdapters:
         return None if dx_CH is None else dx_CH.mul_(dloss_C[:, None].to(dx_CH.dtype))
 
     def _part(self, first: int, end: int) -> TokenSchedule:
-        """The schedule of the tokens ``[first, end)`` alone, without dropout, which their inputs have already."""
+        """Return the schedule of the tokens ``[first, end)`` only, without dropout, which is already applied to the
+        inputs."""
         if (first, end) not in self._parts:
             counts = [max(0, min(segment.end, end) - max(segment.start, first)) for segment in self._schedule.segments]
             self._parts[first, end] = TokenSchedule.build(self._schedule.slots, counts, self._schedule.scales)
@@ -220,13 +229,13 @@ class _HeadAdapters:
 
 
 class _OwnHead:
-    """A head that a job trains whole, as :class:`alto.backbone.loss_head.LogitAdapters` without matrices.
+    """A head that a job trains in full: :class:`alto.backbone.loss_head.LogitAdapters` without matrices.
 
     Args:
-        anchor: See there.
-        weight_VH: The head in the bank.
-        gradient_VH: Its gradient there.
-        dtype: Of the base model, to which it is rounded where it is used.
+        anchor: See :class:`alto.backbone.loss_head.LogitAdapters`.
+        weight_VH: The head's weight in the bank.
+        gradient_VH: Its gradient in the bank.
+        dtype: Dtype of the base model; the weight is rounded to it when used.
     """
 
     def __init__(self, anchor: Tensor, weight_VH: Tensor, gradient_VH: Tensor, dtype: torch.dtype) -> None:
@@ -235,39 +244,43 @@ class _OwnHead:
         self._gradient_VH = gradient_VH
 
     def inputs(self, hidden_SH: Tensor) -> Tensor:
-        """The hidden states."""
+        """Return the hidden states unchanged."""
         return hidden_SH
 
     def shrink(self, x_SH: Tensor) -> Tensor:
-        """No columns."""
+        """Return a tensor without columns."""
         return x_SH[:, :0]
 
     def expand(self, s_CQ: Tensor, part: slice, dtype: torch.dtype) -> None:
-        """Nothing."""
+        """Do nothing, since there are no low-rank matrices."""
 
     def backward(
         self, x_CH: Tensor, s_CQ: Tensor, dlogits_CV: Tensor, dloss_C: Tensor, part: slice, *, needs_input: bool
     ) -> Tensor | None:
-        """Zeros, as the loss head has the gradient towards the hidden states; the gradient of the head is added in the
-        bank."""
+        """Add the gradient of the head to the bank, and return zeros if ``needs_input``.
+
+        The loss head computes the gradient with respect to the hidden states.
+        """
         dtype = self._gradient_VH.dtype
         self._gradient_VH.addmm_((dlogits_CV * dloss_C[:, None]).to(dtype).T, x_CH.to(dtype))
         return torch.zeros_like(x_CH) if needs_input else None
 
 
 def _selected(schedule: TokenSchedule, slots: Sequence[int], counts: Sequence[int]) -> TokenSchedule:
-    """The schedule of ``counts`` tokens of each of ``slots``, with their scales and dropout in ``schedule``."""
+    """Return the schedule of ``counts`` tokens of each of ``slots``, with their scales and dropout from
+    ``schedule``."""
     known = dict(zip(schedule.slots, zip(schedule.scales, schedule.dropout, strict=True), strict=True))
     scales, dropout = zip(*(known[slot] for slot in slots), strict=True)
     return TokenSchedule.build(slots, counts, scales, dropout)
 
 
 def _of_kept(schedule: TokenSchedule, x: Tensor) -> TokenSchedule:
-    """The schedule of the positions ``[rows, kept, H]`` that every row of a forward pass keeps for the head; of all
-    positions it is ``schedule`` itself.
+    """Return the schedule of the positions ``[rows, kept, H]`` that each row of a forward pass passes to the head.
+
+    Returns ``schedule`` itself if all positions are kept.
 
     Raises:
-        UnsupportedModelError: It is not known whose positions are kept.
+        UnsupportedModelError: The slots of the kept positions are unknown.
     """
     num_kept = x.shape[:-1].numel()
     if num_kept == schedule.num_tokens:

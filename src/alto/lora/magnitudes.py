@@ -1,4 +1,4 @@
-"""The magnitude vectors of DoRA (``use_dora``): their names, and which an adapter has."""
+"""Magnitude vectors of DoRA (``use_dora``): their names, and the vectors of an adapter."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ _ENDING = ".lora_magnitude_vector"
 
 
 def magnitude_of(module: str) -> str:
-    """Name of the magnitude vector of a module."""
+    """Return the name of a module's magnitude vector."""
     return f"{module}{_ENDING}"
 
 
 def is_magnitude(name: str) -> bool:
-    """Whether a further tensor of an adapter is a magnitude vector."""
+    """Return whether an extra tensor of an adapter is a magnitude vector."""
     return name.endswith(_ENDING)
 
 
 def module_of_magnitude(name: str) -> str:
-    """The inverse of :func:`magnitude_of`."""
+    """Return the name of the module that has the magnitude vector ``name``."""
     return name.removesuffix(_ENDING)
 
 
 def magnitudes(model: PreTrainedModel, targets: Sequence[TargetModule]) -> tuple[ExtraTensor, ...]:
-    """The magnitude vectors of an adapter on ``targets``, linear modules all. Weight decay applies to them.
+    """Return the magnitude vectors of an adapter on ``targets``, which must all be linear modules. Weight decay applies
+    to them.
 
     Raises:
         UnsupportedError: The base model is quantised.

@@ -1,4 +1,4 @@
-"""The optimizers of a bank's rows: every row with its own settings, step count and clipping norm."""
+"""Optimizers for the rows of a bank; every row has its own settings, step count and clipping norm."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ __all__ = ["OptimizerState", "SlotAdamW", "SlotUpdate"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotUpdate:
-    """Settings of one slot's next step, and its learning rate (of ``A``, with LoRA+).
+    """Settings of the next optimizer step of one slot.
 
     Attributes:
-        slot: Local slot.
-        config: Configuration of its job.
-        learning_rate: Rate of this step.
+        slot: Row of the bank.
+        learning_rate: Learning rate of this step; with LoRA+, that of ``A``.
     """
 
     slot: int
@@ -40,11 +39,11 @@ class OptimizerState:
     """The state of one adapter's optimizer, on the CPU.
 
     Attributes:
-        step: Steps done.
-        tensors: State of every matrix, by ``<module>.<A or B>.<part>``, and of every further tensor, by
-            ``<name>.<part>``. The parts of ``adamw_torch`` are ``exp_avg`` and ``exp_avg_sq``, of the shape that the
-            tensor has in :class:`alto.lora.weights.AdapterWeights`; those of others are bitsandbytes', torch's and
-            transformers' own.
+        step: Number of steps done.
+        tensors: State of every matrix, by ``<module>.<A or B>.<part>``, and of every extra tensor, by
+            ``<name>.<part>``. For ``adamw_torch`` the parts are ``exp_avg`` and ``exp_avg_sq``, shaped like the tensor
+            in :class:`alto.lora.weights.AdapterWeights`; other optimizers use the parts of bitsandbytes, torch or
+            transformers.
     """
 
     step: int
@@ -52,20 +51,20 @@ class OptimizerState:
 
 
 class SlotAdamW:
-    """Clips and updates the given rows; other rows do not change by one bit.
+    """Gradient clipping and optimizer steps for chosen rows; other rows stay bit-identical.
 
-    Rows of ``adamw_torch`` are updated together; every row of another optimizer has one of its own.
+    Rows that use ``adamw_torch`` are updated together; a row that uses another optimizer has its own optimizer object.
 
     Args:
-        optims: Optimizers that the slots may use. With ``adamw_torch`` among them, its two moments are allocated for
+        optims: Optimizers that the slots may use. If ``adamw_torch`` is among them, its two moments are allocated for
             all slots.
-        state_dtype: Of these moments. ``bfloat16`` is rounded at random
-            (:mod:`alto.kernels.stochastic_rounding`); None is the dtype of the bank, rounded to the nearest, as
-            torch's AdamW has them.
+        state_dtype: Dtype of these moments. ``bfloat16`` uses stochastic rounding
+            (:mod:`alto.kernels.stochastic_rounding`); None means the bank's dtype, rounded to nearest, as in torch's
+            AdamW.
 
     Attributes:
-        steps: Steps that every slot's adapter has taken.
-        rounds_at_random: Whether the moments of ``adamw_torch`` are rounded at random.
+        steps: Number of steps that every slot's adapter has taken.
+        rounds_at_random: Whether the moments of ``adamw_torch`` use stochastic rounding.
     """
 
     def __init__(
@@ -83,15 +82,16 @@ class SlotAdamW:
         self._left_paged: list[EightBitAdamW] = []
 
     def gradient_norms(self, slots: Sequence[int]) -> Tensor:
-        """Norm ``[len(slots)]`` of every named slot's gradient in the bank."""
+        """Return the gradient norms of ``slots``, ``[len(slots)]``."""
         return gradient_norms(self._ops, self._bank, slots)
 
     def step(self, updates: Sequence[SlotUpdate], norms: Tensor) -> None:
-        """One step of every given slot on the gradients in the bank, which are of no use afterwards.
+        """Take one optimizer step for every slot in ``updates``, using the gradients in the bank, which are invalid
+        afterwards.
 
-        Clipping is ``torch.nn.utils.clip_grad_norm_`` over one adapter; ``max_grad_norm`` of None or 0 turns it off.
-        Where there is no memory for it, every slot has either taken its step, which :attr:`steps` counts, or is
-        unchanged, including its gradient: these slots can be tried again.
+        Clipping is equivalent to ``torch.nn.utils.clip_grad_norm_`` over one adapter; ``max_grad_norm`` of None or 0
+        turns it off. If memory runs out, every slot either has taken its step and counts it in :attr:`steps`, or is
+        unchanged, including its gradient. Unchanged slots can be tried again.
 
         Args:
             norms: Result of :meth:`gradient_norms` for these slots.
@@ -104,7 +104,7 @@ class SlotAdamW:
         if len(together) == len(updates):
             self._step_together(updates, grad_scales)
         else:
-            # A list as an index would be copied from memory that is not pinned, which synchronises host and device.
+            # Indexing with a list would copy from unpinned memory, which synchronises host and device.
             scales = grad_scales.index_select(0, upload(together, torch.int64, grad_scales.device))
             self._step_together([updates[index] for index in together], scales)
             for index, update in enumerate(updates):
@@ -112,7 +112,7 @@ class SlotAdamW:
                     self._step_own(update, grad_scales[index])
 
     def reset(self, slot: int, optim: OptimizerName) -> None:
-        """Start ``optim`` in ``slot``, which the bank has assigned to an adapter; clear its earlier state."""
+        """Start ``optim`` in ``slot``, which the bank has assigned to an adapter, and clear its earlier state."""
         assert optim in self._optims
         self.steps[slot] = 0
         for rows_ZP in (self.exp_avg_ZP, self.exp_avg_sq_ZP):
@@ -126,7 +126,7 @@ class SlotAdamW:
             self._own[slot] = self._new_eight_bit(slot, paged=optim == "paged_adamw_8bit")
 
     def read(self, slot: int) -> OptimizerState:
-        """A copy of ``slot``'s state."""
+        """Return a copy of ``slot``'s state."""
         if slot in self._own:
             return OptimizerState(step=self.steps[slot], tensors=self._own[slot].read())
         tensors = {
@@ -191,9 +191,10 @@ class SlotAdamW:
         self.steps[slot] += 1
 
     def _new_eight_bit(self, slot: int, *, paged: bool) -> EightBitAdamW:
-        """An optimizer that has taken no step.
+        """Return an optimizer that has taken no step.
 
-        bitsandbytes never releases paged memory, so jobs reuse the optimizers of ended jobs with their shape.
+        bitsandbytes never releases paged memory, so a job reuses the optimizer of an ended job whose matrices had the
+        same shapes.
         """
         matrices = _as_in_peft(self._bank, self._bank.params_ZP, slot)
         if paged:
@@ -204,11 +205,11 @@ class SlotAdamW:
         return EightBitAdamW(matrices, undecayed=self._undecayed(slot), paged=paged)
 
     def _undecayed(self, slot: int) -> list[str]:
-        """Names of the tensors of ``slot`` without weight decay."""
+        """Return the names of ``slot``'s tensors without weight decay."""
         return [extra.name for extra, _ in self._bank.places(slot).extras if not extra.has_decay]
 
     def _moments(self, slot: int) -> dict[str, Tensor]:
-        """Views of the state of ``adamw_torch``."""
+        """Return views of the ``adamw_torch`` state of ``slot``."""
         rows = {"exp_avg": self.exp_avg_ZP, "exp_avg_sq": self.exp_avg_sq_ZP}
         matrices = {
             f"{module.name}.{which}.{part}": matrix
@@ -224,8 +225,8 @@ class SlotAdamW:
 
 
 def _as_in_peft(bank: AdapterBank, rows_ZP: Tensor, slot: int) -> dict[str, Tensor]:
-    """Views of ``slot``'s matrices in PEFT's orientation, by ``<module>.A`` (``[r, K]``) and ``<module>.B``
-    (``[N, r]``), and of its further tensors by their names."""
+    """Return views of ``slot``'s matrices in PEFT's orientation, by ``<module>.A`` (``[r, K]``) and ``<module>.B``
+    (``[N, r]``), and of its extra tensors by name."""
     matrices = {
         f"{module.name}.{which}": matrix.T
         for module, *pair in bank.matrices(rows_ZP, slot)

@@ -1,4 +1,4 @@
-"""Parameter groups of the optimizer of one adapter, as PEFT's LoRA+ and transformers' Trainer make them."""
+"""Parameter groups of one adapter's optimizer, as PEFT's LoRA+ and transformers' Trainer build them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ __all__ = ["parameter_groups", "set_rates"]
 
 
 def parameter_groups(parameters: Mapping[str, nn.Parameter], undecayed: Collection[str]) -> list[dict[str, Any]]:
-    """Groups of parameters with one learning rate and one weight decay; :func:`set_rates` sets them.
+    """Return parameter groups that share a learning rate and weight decay; :func:`set_rates` sets both.
 
     Args:
-        parameters: By ``<module>.A``, ``<module>.B``, or the name of a further tensor. Vectors have the rate of ``B``.
-        undecayed: Names of those without weight decay.
+        parameters: Parameters by ``<module>.A``, ``<module>.B``, or the name of an extra tensor. Vectors use the
+            learning rate of ``B``.
+        undecayed: Names of parameters without weight decay.
     """
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for name, parameter in parameters.items():
@@ -33,7 +34,7 @@ def set_rates(groups: Iterable[dict[str, Any]], config: JobConfig, learning_rate
     """Set learning rate and weight decay of every group.
 
     Args:
-        learning_rate: Of every ``A``; that of ``B`` and of vectors follows by ``config.loraplus_lr_ratio``.
+        learning_rate: Learning rate of every ``A``. ``B`` and vectors use it times ``config.loraplus_lr_ratio``.
     """
     for group in groups:
         group["lr"] = learning_rate * (config.loraplus_lr_ratio if group["has_rate_of_b"] else 1.0)

@@ -1,10 +1,10 @@
-"""How an ``adapter_config.json`` names modules so that PEFT puts the adapter on exactly those.
+"""Naming of modules in ``adapter_config.json``, so that PEFT puts the adapter on exactly these modules.
 
-PEFT matches a name in ``target_modules`` with every module that has this full name or ends in it. On a mixture whose
-experts transformers 5 keeps as stacked parameters, it first takes names such as ``gate_proj``, alone or at the end of a
-full name, for the experts of the model as transformers 4 had it, and puts adapters on the stacked parameters instead. A
-dense layer or a shared expert of such a name can be reached only through ``target_parameters``, which hold full names
-of weights and are not translated. The adapter's tensors keep their names, by which other programs find them.
+PEFT matches a name in ``target_modules`` with every module that has this full name or ends in it. For a mixture whose
+experts transformers 5 stores as stacked parameters, PEFT first interprets names such as ``gate_proj``, alone or at the
+end of a full name, as the experts of the model in transformers 4, and puts adapters on the stacked parameters instead.
+A dense layer or a shared expert with such a name can be reached only through ``target_parameters``, which holds full
+names of weights and is not translated. The adapter's tensors keep their names, so other programs still find them.
 Source: PEFT 0.21, ``peft/utils/transformers_weight_conversion.py`` and ``BaseTuner._inject_parameters``.
 """
 
@@ -37,7 +37,8 @@ _EXPERT_NAMES: Mapping[str, Mapping[str, str]] = {
         "down_proj": "down_proj",
     },
 }
-"""By kind of mixture: names that PEFT takes for the router and the experts, and the parameter that each has become."""
+"""By kind of mixture: names that PEFT interprets as the router or the experts, and the parameter that each has
+become."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,10 +47,10 @@ class ModuleNames:
 
     Attributes:
         modules: Full names of all modules of the model, linear or not.
-        model_type: As the model's config says.
-        transposed: Full names of the modules that keep their weight transposed (``Conv1D``).
-        routers: Full names of the modules that are routers with a weight of their own.
-        embeddings: Full names of the modules whose matrices PEFT names as those of embeddings.
+        model_type: ``model_type`` in the model's config.
+        transposed: Full names of modules that store their weight transposed (``Conv1D``).
+        routers: Full names of routers that hold their weight directly.
+        embeddings: Full names of modules whose matrices PEFT names as those of embeddings.
     """
 
     modules: frozenset[str]
@@ -60,7 +61,7 @@ class ModuleNames:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModuleNames:
-        """The names of ``model``, with or without injected adapters."""
+        """Return the names of ``model``, with or without injected adapters."""
         transposed = (name for name, module in linear_bases(model).items() if isinstance(module, Conv1D))
         return cls(
             modules=frozenset(module_names(model)),
@@ -80,19 +81,21 @@ class PeftTargets:
 
 
 def expert_kind(model_type: str) -> str | None:
-    """How the experts of models of this type lie in a checkpoint, by transformers' name; None where it has none."""
+    """Return transformers' name for the checkpoint layout of the experts of this model type; None if it has none."""
     kinds = {"mixtral": "mixtral"} | conversion_mapping._MODEL_TO_CONVERSION_PATTERN
     return kinds.get(model_type)
 
 
 def expert_names(model_type: str) -> Mapping[str, str]:
-    """Names that PEFT takes for experts on models of this type, with the parameter each stands for; none on most."""
+    """Return the names that PEFT interprets as experts of this model type, and the parameter that each stands for;
+    empty for most types."""
     return _EXPERT_NAMES.get(expert_kind(model_type) or "", {})
 
 
 def wrapper_names(parameters: Collection[str]) -> dict[str, str]:
-    """The modules that PEFT makes for parameters of experts: of several parameters of one module the first is wrapped
-    first, so that its module is the innermost.
+    """Return the name of PEFT's wrapper module for each parameter of experts.
+
+    If a module has several parameters, PEFT wraps the first one first, so its wrapper is the innermost.
 
     Args:
         parameters: Full names, in the model's order.
@@ -108,11 +111,11 @@ def wrapper_names(parameters: Collection[str]) -> dict[str, str]:
 
 
 def expert_names_of(modules: Collection[str], target_parameters: Collection[str]) -> dict[str, str]:
-    """The parameters of experts that PEFT's modules stand for: the inverse of :func:`wrapper_names`.
+    """Return the parameters of experts that PEFT's modules stand for: the inverse of :func:`wrapper_names`.
 
     Args:
-        modules: PEFT's modules of an adapter, without the name of its own model.
-        target_parameters: As its ``adapter_config.json`` has them: full names, or endings.
+        modules: PEFT's module names of an adapter, without the prefix of PEFT's own model.
+        target_parameters: ``target_parameters`` in its ``adapter_config.json``: full names, or endings.
     """
     found: dict[str, str] = {}
     for owner in {module.replace(".base_layer", "") for module in modules}:
@@ -127,14 +130,14 @@ def expert_names_of(modules: Collection[str], target_parameters: Collection[str]
 
 
 def peft_targets(adapted: Collection[str], model: ModuleNames, *, experts: Collection[str] = ()) -> PeftTargets:
-    """How to name the linear modules ``adapted``, given by their full names, so that PEFT adapts them and no others.
+    """Return targets with which PEFT adapts exactly the modules in ``adapted``.
 
-    Modules are named by the last part of their names where that matches exactly them, by full names otherwise.
+    Modules are named by the last part of their names if that matches no others, and by full names otherwise.
 
     Args:
-        adapted: Full names of linear modules, and of parameters of experts.
-        model: Names of the model.
-        experts: Those that are parameters of experts.
+        adapted: Full names of linear modules and of parameters of experts.
+        model: Names of the model's modules.
+        experts: The names in ``adapted`` that are parameters of experts.
     """
     adapted = [name for name in adapted if name not in experts]
     translated = expert_names(model.model_type)

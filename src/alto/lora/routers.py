@@ -1,7 +1,7 @@
-"""Routers of a mixture that hold their weight themselves, with an adapter per slot.
+"""Routers of a mixture that hold their weight directly, with an adapter per slot.
 
-A router is a linear layer with more behind it (a softmax, a choice), in a module of its own kind. While it computes,
-its weight is replaced by one whose product with the tokens has the adapters in it.
+Such a router is a linear layer followed by more steps (a softmax, the choice of experts), all in one module. While it
+runs, its weight is replaced by one whose product with the tokens includes the adapters.
 """
 
 from __future__ import annotations
@@ -24,15 +24,12 @@ __all__ = ["MultiLoraRouter"]
 
 
 class MultiLoraRouter(InjectedModule):
-    """A frozen router with one adapter per slot. Outside of a schedule it is only the base's router.
+    """A frozen router with one adapter per slot. Outside of a schedule it acts as the base router.
 
     Args:
         base: The router; its parameter ``weight`` is ``[E, H]``.
-        name: Its full name.
-        bank: Adapters of all slots.
-        operands: Its adapters.
-        context: Gives the slots of the tokens.
-        ops: The backend that holds the ops.
+        name: Full name in the model.
+        ops: The kernel backend module.
     """
 
     def __init__(
@@ -53,7 +50,8 @@ class MultiLoraRouter(InjectedModule):
         self._ops = ops
 
     def __getattr__(self, name: str) -> Any:
-        """Blocks of experts read settings of their router, such as a bias of the choice."""
+        """Return attributes of the base, because expert blocks read settings of their router, such as a bias for
+        choosing experts."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -91,7 +89,7 @@ class MultiLoraRouter(InjectedModule):
 
 
 class _GivenWeight:
-    """A linear layer of tensors."""
+    """A frozen linear layer with the given weight and bias."""
 
     def __init__(self, weight_NK: Tensor, bias_N: Tensor | None) -> None:
         self._weight_NK = weight_NK

@@ -1,4 +1,4 @@
-"""What the optimizers that own one row of a bank have in common."""
+"""The interface of optimizers that own one row of a bank."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ __all__ = ["RowOptimizer"]
 class RowOptimizer(Protocol):
     """The optimizer of one adapter.
 
-    Matrices go by ``<module>.A`` and ``<module>.B`` and have PEFT's orientation: ``[r, K]`` and ``[N, r]``, for
-    in-features ``K``, out-features ``N`` and rank ``r``. Further tensors of the adapter go by their own names.
+    Matrices are named ``<module>.A`` and ``<module>.B`` and have PEFT's orientation: ``[r, K]`` and ``[N, r]``, for
+    in-features ``K``, out-features ``N`` and rank ``r``. Extra tensors of the adapter keep their own names.
     """
 
     def step(
@@ -28,19 +28,18 @@ class RowOptimizer(Protocol):
         config: JobConfig,
         learning_rate: float,
     ) -> None:
-        """One step of ``matrices``, in place; where there is no memory for it, nothing is changed.
+        """Take one step on ``matrices`` in place. If memory runs out, nothing changes.
 
         Args:
-            matrices: The adapter's, and its further tensors, any strides.
-            gradients: Theirs.
+            matrices: The adapter's matrices and extra tensors, any strides.
+            gradients: Their gradients.
             grad_scale: Factor on the gradients (clipping), a scalar.
-            config: Of the job.
-            learning_rate: Of every ``A``; that of ``B`` and of vectors follows by ``config.loraplus_lr_ratio``.
+            learning_rate: Learning rate of every ``A``. ``B`` and vectors use it times ``config.loraplus_lr_ratio``.
         """
         ...
 
     def read(self) -> dict[str, Tensor]:
-        """A copy of the state on the CPU, by ``<matrix>.<part>``."""
+        """Return a copy of the state on the CPU, by ``<matrix>.<part>``."""
         ...
 
     def write(self, step: int, tensors: Mapping[str, Tensor]) -> None:

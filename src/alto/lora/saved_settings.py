@@ -1,4 +1,4 @@
-"""The settings of a job that trains an adapter of the kind that is in a folder."""
+"""The job settings that train an adapter like the one in a folder."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ __all__ = ["saved_settings"]
 
 _DENSE_LEAVES = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 """Last parts of the names of linear layers whose weights adapters name in ``target_parameters``; see
-:mod:`alto.lora.peft_targets`. Other weights there are those of routers."""
+:mod:`alto.lora.peft_targets`. Other weights named there belong to routers."""
 
 _OF_WEIGHT = ".weight"
 
 
 def saved_settings(folder: Path) -> dict[str, Any]:
-    """The fields of a job in :data:`alto.spec.job_config.SHAPE_FIELDS` as the adapter in ``folder`` has them, in plain
-    values; those at which it asks for nothing are left out. Its tensors are not read.
+    """Return the job fields in :data:`alto.spec.job_config.SHAPE_FIELDS` that the adapter in ``folder`` sets, as plain
+    values.
+
+    Fields with a false or empty value are left out. The adapter's tensors are not read.
 
     Raises:
-        RunNotFoundError: There is no adapter.
-        RunError: Its description cannot be read.
+        RunNotFoundError: The folder holds no adapter.
+        RunError: Its ``adapter_config.json`` cannot be read.
         UnsupportedError: The adapter is more than plain LoRA.
     """
     path = folder / CONFIG_FILE
@@ -53,10 +55,11 @@ def saved_settings(folder: Path) -> dict[str, Any]:
 
 
 def _names_nothing(config: Mapping[str, Any]) -> bool:
-    """Whether PEFT would choose the modules. Beside ``target_parameters`` it has written down those that it chose."""
+    """Return whether PEFT would choose the modules. If ``target_parameters`` is set, PEFT has already written its
+    choice."""
     return config.get("target_modules") is None and not config.get("target_parameters")
 
 
 def _is_dense(parameter: str) -> bool:
-    """Whether a parameter that is named by itself is the weight of a linear layer."""
+    """Return whether a parameter in ``target_parameters`` is the weight of a linear layer."""
     return parameter.endswith(_OF_WEIGHT) and parameter.removesuffix(_OF_WEIGHT).rpartition(".")[2] in _DENSE_LEAVES

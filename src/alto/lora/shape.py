@@ -1,4 +1,4 @@
-"""The adapter that a job's configuration means on a base model: its modules, and the rank and scale of each."""
+"""The adapter that a job's configuration defines on a base model: its modules, and the rank and scale of each."""
 
 from __future__ import annotations
 
@@ -24,17 +24,20 @@ __all__ = ["adapter_shape", "rank_notes", "tying_notes"]
 
 
 def adapter_shape(model: PreTrainedModel, config: JobConfig, labels: LabelSet | None = None) -> AdapterShape:
-    """The shape of the adapter that a job trains, with its magnitudes (``use_dora``), the biases and
-    the whole weights (``modules_to_save``) that it trains, and with ``labels`` a classification head for them.
+    """Return the shape of the adapter that a job trains.
 
-    A module's rank is that of the first key of ``rank_pattern`` that matches its name, else ``r``; its scale is
-    ``lora_alpha / r`` of its own two numbers (with ``use_rslora`` ``lora_alpha / sqrt(r)``): ``alpha_pattern`` and
-    ``rank_pattern`` take the place of ``lora_alpha`` and ``r``. Source: PEFT 0.21, ``LoraModel._create_and_replace``.
+    The shape includes DoRA magnitudes (``use_dora``), trained biases, modules trained in full (``modules_to_save``),
+    and a classification head for ``labels`` if given.
+
+    A module's rank is the value of the first key of ``rank_pattern`` that matches its name, otherwise ``r``. Its scale
+    is ``lora_alpha / r`` (``lora_alpha / sqrt(r)`` with ``use_rslora``), computed from the module's own rank and alpha;
+    ``alpha_pattern`` overrides ``lora_alpha`` as ``rank_pattern`` overrides ``r``. Source: PEFT 0.21,
+    ``LoraModel._create_and_replace``.
 
     Raises:
         TargetModuleError: See :func:`alto.lora.find_targets`; or a key of a pattern matches no linear module.
-        UnsupportedError: The output head is targeted in a way that is not implemented; or see
-            :func:`alto.lora.biases.trained_biases`, :func:`alto.lora.magnitudes.magnitudes` and
+        UnsupportedError: The output head or the embeddings are targeted together with a setting that is not
+            implemented; or see :func:`alto.lora.biases.trained_biases`, :func:`alto.lora.magnitudes.magnitudes` and
             :func:`alto.lora.whole_modules.whole_tensors`.
     """
     targets = _targets(model, config)
@@ -65,11 +68,12 @@ def adapter_shape(model: PreTrainedModel, config: JobConfig, labels: LabelSet | 
 
 
 def rank_notes(model: PreTrainedModel, configs: Iterable[JobConfig]) -> tuple[str, ...]:
-    """A notice where a rank exceeds the smaller side of a module: the product cannot have that rank, and PEFT trains it
-    all the same.
+    """Return a notice if a rank exceeds the smaller dimension of a module.
+
+    The product ``A B`` cannot have such a rank; PEFT trains it without complaint.
 
     Args:
-        model: With or without weights, with or without injected adapters.
+        model: The base model, with or without weights, with or without injected adapters.
         configs: Configurations of all jobs.
 
     Raises:
@@ -77,7 +81,7 @@ def rank_notes(model: PreTrainedModel, configs: Iterable[JobConfig]) -> tuple[st
     """
     smallest = min((_smaller_side(module) for module in linear_modules(model)), default=0)
     wide = [config for config in configs if max(config.r, *(rank for _, rank in config.rank_pattern), 0) > smallest]
-    # Jobs of one search differ mostly in other settings.
+    # Most jobs of a search have the same shape.
     distinct = {tuple(getattr(config, key) for key in SHAPE_FIELDS): config for config in wide}
     largest: dict[TargetModule, int] = {}
     for config in distinct.values():
@@ -97,9 +101,9 @@ def rank_notes(model: PreTrainedModel, configs: Iterable[JobConfig]) -> tuple[st
 
 
 def tying_notes(model: PreTrainedModel, configs: Iterable[JobConfig]) -> tuple[str, ...]:
-    """A notice where jobs train an output head or embeddings that are one weight.
+    """Return a notice if jobs train the output head or the embeddings of a model that ties their weights.
 
-    Arguments and errors as of :func:`rank_notes`.
+    Takes the same arguments and raises the same errors as :func:`rank_notes`.
     """
     if getattr(head_base(model), "weight", None) is not embedding_base(model).weight:
         return ()
@@ -129,12 +133,12 @@ def _targets(model: PreTrainedModel, config: JobConfig) -> tuple[TargetModule, .
 
 
 def _named(model: PreTrainedModel) -> tuple[TargetModule, ...]:
-    """What ``target_modules`` may name."""
+    """Return the modules that ``target_modules`` may name."""
     return tuple(module for module in adaptable(model) if module.num_experts is None and not module.is_router)
 
 
 def _check_end(model: PreTrainedModel, target: TargetModule, config: JobConfig, *, has_labels: bool) -> None:
-    """Check that an adapter on the output head or the embeddings can be trained as ``config`` says.
+    """Check that an adapter on the output head or the embeddings can be trained with ``config``.
 
     Raises:
         UnsupportedError: It cannot.

@@ -1,4 +1,4 @@
-"""Which linear modules of a model read the same input: found by observing a forward pass, not by names."""
+"""Detection of linear modules that read the same input, by observing a forward pass instead of relying on names."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ __all__ = ["find_shared_inputs"]
 
 
 def find_shared_inputs(model: PreTrainedModel, forward: Callable[[], object]) -> tuple[tuple[str, ...], ...]:
-    """Sets of names of modules that received the same tensor object, each in the model's order; modules that share none
-    are left out.
+    """Return groups of names of modules that received the same tensor object, each in the model's order.
+
+    Modules that share their input with no other module are left out.
 
     Args:
         forward: Runs a forward pass of ``model``, outside of any training pass.
     """
     readers: dict[int, list[str]] = {}
-    inputs: list[Tensor] = []  # kept alive, so that no two of them have the same address
+    inputs: list[Tensor] = []  # kept alive, so that no two tensors get the same id
 
     def watch(name: str, _: nn.Module, args: tuple[Tensor, ...]) -> None:
         inputs.append(args[0])

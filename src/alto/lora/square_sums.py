@@ -1,4 +1,4 @@
-"""Sums of squares of a bank's gradients, tile by tile, as the kernels that write the gradients leave them.
+"""Sums of squares of a bank's gradients, one per tile, written by the same kernels that write the gradients.
 
 Shapes: ``Z`` slots, ``C`` tiles of the largest adapter.
 """
@@ -19,22 +19,14 @@ _ROW_ALIGNMENT = 16
 
 
 class SquareSums:
-    """The sums of all slots, and which of them are of the whole gradient of the present step.
+    """The sums of all slots, and which slots' sums cover the whole gradient of the current step.
 
-    An adapter's sums lie in its row in the order of its own groups: their order does not depend on other adapters.
+    An adapter's sums lie in its row in the order of its own groups, independent of other adapters.
 
     Args:
-        layout: Of the bank.
-        groups: Indices of the groups whose kernels leave sums.
-        num_slots: ``Z``.
-        tiles: Of the gradients.
-        device: Of the bank.
-        dtype: In which squares are summed.
-
-    Attributes:
-        groups: As given.
-        tiles: As given.
-        sums_ZC: The sums.
+        groups: Indices of the groups whose kernels write sums.
+        tiles: Tiles of the gradients.
+        dtype: Dtype of the sums.
     """
 
     def __init__(
@@ -55,23 +47,23 @@ class SquareSums:
         self._complete: set[int] = set()
 
     def starts(self, places: Sequence[GroupPlace]) -> list[int]:
-        """Where the sums of every group of an adapter start in its row."""
+        """Return the offset of each group's sums in an adapter's row."""
         return list(accumulate(self._counts(places)[:-1], initial=0))
 
     def num_sums(self, places: Sequence[GroupPlace]) -> int:
-        """Sums of an adapter."""
+        """Return the number of an adapter's sums."""
         return sum(self._counts(places))
 
     def complete(self, slot: int) -> None:
-        """Mark the sums of ``slot`` as those of its whole gradient."""
+        """Mark the sums of ``slot`` as covering its whole gradient."""
         self._complete.add(slot)
 
     def forget(self, slots: Collection[int]) -> None:
-        """The gradients of ``slots`` are no longer those that the sums are of."""
+        """Mark the sums of ``slots`` as outdated, because their gradients have changed."""
         self._complete.difference_update(slots)
 
     def are_complete(self, slot: int) -> bool:
-        """Whether the sums of ``slot`` are those of its whole gradient."""
+        """Return whether the sums of ``slot`` cover its whole gradient."""
         return slot in self._complete
 
     def _counts(self, places: Sequence[GroupPlace]) -> list[int]:

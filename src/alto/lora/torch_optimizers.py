@@ -32,31 +32,33 @@ TORCH_OPTIMIZERS: Mapping[OptimizerName, Callable[..., Optimizer]] = {
     "adagrad": torch.optim.Adagrad,
     "adafactor": _adafactor,
 }
-"""How each is made from parameter groups, which have its learning rate and weight decay, and its ``optim_args``."""
+"""Constructor of each optimizer, called with parameter groups, which hold learning rate and weight decay, and
+``optim_args``."""
 
 _NUM_MOMENTS: Mapping[OptimizerName, int] = {"sgd": 1, "rmsprop": 3, "adagrad": 1}
-"""Tensors of a parameter's shape in the state of each, at most: with momentum, and with a mean of gradients."""
+"""Largest number of state tensors of a parameter's shape for each optimizer: with momentum and a mean of gradients."""
 
 
 def torch_optimizer_bytes(shapes: Iterable[tuple[int, ...]], dtype: torch.dtype, optim: OptimizerName) -> int:
-    """Bytes of the state of a :class:`TorchOptimizer` between two steps, with the costliest of its ``optim_args``.
+    """Return the state memory of a :class:`TorchOptimizer` between two steps, in bytes, for its costliest
+    ``optim_args``.
 
     Args:
-        shapes: Of every tensor of the adapter, of one dimension or two.
-        dtype: Of the adapter.
+        shapes: Shapes of the adapter's tensors, one- or two-dimensional.
+        dtype: Dtype of the adapter.
         optim: One of :data:`TORCH_OPTIMIZERS`.
     """
     if optim == "adafactor":
-        # Of a matrix the sums of rows and of columns, of a vector all squares; and a mean of each.
+        # Row and column sums of a matrix, all squares of a vector, and one mean per tensor.
         return sum(sum(shape) + 1 for shape in shapes) * torch.float32.itemsize
     return _NUM_MOMENTS[optim] * sum(map(math.prod, shapes)) * dtype.itemsize
 
 
 class TorchOptimizer(RowOptimizer):
-    """The optimizer of one adapter; its state is kept here, and the optimizer itself is made for every step.
+    """The optimizer of one adapter. This object keeps the state and creates a new torch optimizer for every step.
 
-    So a step that fails has changed nothing: it works on copies of the tensors, which are contiguous as PEFT's
-    parameters are, and of the state.
+    A failed step changes nothing, because the step works on copies of the state and of the tensors. The copies are
+    contiguous, like PEFT's parameters.
 
     Args:
         optim: One of :data:`TORCH_OPTIMIZERS`.
@@ -78,7 +80,7 @@ class TorchOptimizer(RowOptimizer):
         config: JobConfig,
         learning_rate: float,
     ) -> None:
-        """As :meth:`RowOptimizer.step`."""
+        """See :meth:`RowOptimizer.step`."""
         parameters = {
             name: nn.Parameter(matrix.clone(memory_format=torch.contiguous_format)) for name, matrix in matrices.items()
         }
@@ -96,7 +98,7 @@ class TorchOptimizer(RowOptimizer):
             matrices[name].copy_(parameter)
 
     def read(self) -> dict[str, Tensor]:
-        """As :meth:`RowOptimizer.read`; empty before the first step."""
+        """See :meth:`RowOptimizer.read`; empty before the first step."""
         return {
             f"{name}.{part}": torch.as_tensor(value).detach().to("cpu", copy=True)
             for name, parts in self._state.items()
@@ -105,16 +107,16 @@ class TorchOptimizer(RowOptimizer):
         }
 
     def write(self, step: int, tensors: Mapping[str, Tensor]) -> None:
-        """As :meth:`RowOptimizer.write`."""
+        """See :meth:`RowOptimizer.write`."""
         self._state = {}
         for key, value in tensors.items():
             name, _, part = key.rpartition(".")
-            is_count = part == "step" and not value.is_floating_point()  # transformers counts in integers
+            is_count = part == "step" and not value.is_floating_point()  # transformers uses an int
             self._state.setdefault(name, {})[part] = int(value) if is_count else value.clone()
 
 
 def _loaded(part: str, value: Any, device: torch.device) -> Any:
-    """A copy of a part of the state as the optimizer has it: counts of steps are on the CPU."""
+    """Return a copy of one part of the state on the device that the optimizer expects; step counts stay on the CPU."""
     if not isinstance(value, Tensor):
         return value
     return value.clone() if part == "step" or value.device == device else value.to(device)

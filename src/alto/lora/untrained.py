@@ -1,4 +1,4 @@
-"""Notices about the parts of a mixture of experts that adapters do not train, and that PEFT's would."""
+"""Notices about the parts of a mixture of experts that adapters do not train although PEFT's adapters might."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _MAX_SHOWN = 4
 
 
 def untrained_notes(model: PreTrainedModel, configs: Iterable[JobConfig]) -> tuple[str, ...]:
-    """Notices about experts that are stacked in one parameter and about routers, where a job's targets may seem to
-    include them.
+    """Return notices about stacked experts and routers that are not trained although a job's targets seem to include
+    them.
 
     Args:
         configs: Configurations of all jobs.
@@ -54,9 +54,9 @@ def untrained_notes(model: PreTrainedModel, configs: Iterable[JobConfig]) -> tup
 
 
 def peft_all_linear(model: PreTrainedModel, rank: int) -> int:
-    """Parameters of PEFT's adapter of ``rank`` with ``target_modules="all-linear"`` (PEFT 0.21).
+    """Return the parameter count of PEFT's adapter of ``rank`` with ``target_modules="all-linear"`` (PEFT 0.21).
 
-    Where PEFT adapts stacked experts, each has matrices of its own; gate and up in one parameter have twice the rank.
+    If PEFT adapts stacked experts, each expert has its own matrices; gate and up in one parameter have twice the rank.
     """
     translated = expert_names(model.config.model_type)
     count = sum(
@@ -75,7 +75,7 @@ def peft_all_linear(model: PreTrainedModel, rank: int) -> int:
 
 
 def _without_targets(parameters: dict[str, int], configs: Sequence[JobConfig]) -> dict[str, int]:
-    """Those of ``parameters`` that not every job trains."""
+    """Return the ``parameters`` that at least one job does not train."""
     return {
         name: size
         for name, size in parameters.items()
@@ -92,7 +92,7 @@ def _names_one_of(target_modules: str | Sequence[str], names: Iterable[str]) -> 
 
 
 def _experts(model: PreTrainedModel) -> dict[str, int]:
-    """Weights of every parameter that holds a matrix for each of several experts, by full name."""
+    """Return the sizes of all parameters that stack the matrices of several experts, by full name."""
     return {
         f"{name}.{key}": parameter.numel()
         for name, module in model.named_modules()
@@ -103,7 +103,7 @@ def _experts(model: PreTrainedModel) -> dict[str, int]:
 
 
 def _routers(model: PreTrainedModel, experts: Iterable[str]) -> dict[str, int]:
-    """Weights of every matrix beside stacked experts that no linear layer holds, by full name."""
+    """Return the sizes of all matrices next to stacked experts that are not in a linear layer, by full name."""
     blocks = {name.rsplit(".", 2)[0] for name in experts}
     return {
         f"{name}.{key}": parameter.numel()
@@ -119,7 +119,7 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 def _described(parameters: dict[str, int]) -> str:
-    """``98,304 weights (mlp.experts.down_proj, mlp.experts.gate_up_proj)``."""
+    """Return a text such as ``98,304 weights (mlp.experts.down_proj, mlp.experts.gate_up_proj)``."""
     kinds = sorted({".".join(name.rsplit(".", 3)[-3:]) for name in parameters})
     shown = ", ".join(kinds[:_MAX_SHOWN]) + (f" and {len(kinds) - _MAX_SHOWN} more" if len(kinds) > _MAX_SHOWN else "")
     return f"{sum(parameters.values()):,} weights ({shown})"

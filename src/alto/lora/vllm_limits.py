@@ -1,5 +1,5 @@
-"""What vLLM serves of an adapter. Source: vLLM, ``vllm/config/lora.py`` and ``vllm/lora/peft_helper.py``, as read, not
-run."""
+"""Limits of vLLM's LoRA support. Source: reading, not running, vLLM's ``vllm/config/lora.py`` and
+``vllm/lora/peft_helper.py``."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from alto.lora.whole_modules import is_whole
 __all__ = ["vllm_obstacle", "vllm_rank"]
 
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks that vLLM allocates for (``--max-lora-rank``); an adapter gets the next larger."""
+"""Ranks that vLLM allocates memory for (``--max-lora-rank``); an adapter uses the smallest that is large enough."""
 
 
 def vllm_obstacle(adapter: SavedAdapter) -> tuple[str, str] | None:
-    """Why vLLM cannot serve ``adapter``: what it reads, and what is there instead, as parts of a message; None where it
-    can."""
+    """Return why vLLM cannot serve ``adapter``, as two parts of an error message: what vLLM expects, and what was
+    found. None if vLLM can serve it."""
     if adapter.has_patterns:
         return (
             "one rank and one scale for all modules of an adapter, which is what vLLM reads",
@@ -35,7 +35,7 @@ def vllm_obstacle(adapter: SavedAdapter) -> tuple[str, str] | None:
 
 
 def _kinds(extras: Iterable[str]) -> str:
-    """The kinds of tensors beside the matrices, in words."""
+    """Return a text that names the kinds of tensors besides the matrices."""
     return " and ".join(dict.fromkeys(map(_kind, extras)))
 
 
@@ -48,5 +48,6 @@ def _kind(name: str) -> str:
 
 
 def vllm_rank(rank: int) -> int:
-    """The smallest value of ``--max-lora-rank`` for adapters of ``rank``, which :func:`vllm_obstacle` lets through."""
+    """Return the smallest value of ``--max-lora-rank`` for adapters of ``rank``, which must not exceed vLLM's largest
+    rank."""
     return min(allowed for allowed in _RANKS if allowed >= rank)

@@ -12,12 +12,12 @@ __all__ = ["AdapterWeights"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdapterWeights(Mapping[str, tuple[Tensor, Tensor]]):
-    """One adapter, on the CPU; as a mapping its low-rank matrices by module name.
+    """One adapter, on the CPU. As a mapping, it gives the low-rank matrices by module name.
 
     Attributes:
-        matrices: ``A`` as ``[K, r]`` and ``B`` as ``[r, N]`` by module name; of ``E`` experts in one parameter
+        matrices: ``A`` as ``[K, r]`` and ``B`` as ``[r, N]`` by module name; for ``E`` experts in one parameter
             ``[E, K, r]`` and ``[E, r, N]``.
-        extras: Its further tensors by name; see :class:`alto.lora.layout.ExtraTensor`.
+        extras: Its extra tensors by name; see :class:`alto.lora.layout.ExtraTensor`.
     """
 
     matrices: Mapping[str, tuple[Tensor, Tensor]]

@@ -1,6 +1,6 @@
-"""Modules of the base model that an adapter holds whole (``modules_to_save``): the output head and the embeddings.
+"""Modules of the base model that jobs train in full (``modules_to_save``): the output head and the embeddings.
 
-Each job trains a copy of the weight, a further tensor of its adapter, which begins with the frozen one.
+Each job trains its own copy of the weight, an extra tensor of its adapter that starts as the frozen weight.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ _ENDING = ".weight"
 
 
 def whole_name(module: str) -> str:
-    """Name of the weight of a module."""
+    """Return the name of a module's weight."""
     return f"{module}{_ENDING}"
 
 
 def is_whole(name: str) -> bool:
-    """Whether a further tensor of an adapter is the whole weight of a module of the base model."""
+    """Return whether an extra tensor of an adapter is the full weight of a module of the base model."""
     return name.endswith(_ENDING) and name != HEAD
 
 
 def module_of_whole(name: str) -> str:
-    """The inverse of :func:`whole_name`."""
+    """Return the name of the module that has the weight ``name``."""
     return name.removesuffix(_ENDING)
 
 
 def whole_shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    """Sizes of the weights that adapters can hold whole, by full name: of the output head, where it has no bias, and of
-    the token embeddings."""
+    """Return the shapes of the weights that jobs can train in full, by full name: the output head, if it has no bias,
+    and the token embeddings."""
     head, embeddings = head_base(model), embedding_base(model)
     shapes: dict[str, tuple[int, ...]] = {}
     for name, module in base_modules(model).items():
@@ -54,19 +54,17 @@ def whole_shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
 def whole_tensors(
     model: PreTrainedModel, config: JobConfig, targets: Iterable[str], *, has_labels: bool
 ) -> tuple[ExtraTensor, ...]:
-    """The weights that a job trains whole, in the model's order.
+    """Return the weights that a job trains in full, in the model's order.
 
-    Weight decay applies to them, and with LoRA+ the rate of ``A``.
+    Weight decay applies to them. With LoRA+ they use the learning rate of ``A``.
 
     Args:
-        model: The base model.
-        config: Of the job.
         targets: Full names of the modules with low-rank matrices.
-        has_labels: Whether the job trains a classification head in the place of the output head.
+        has_labels: Whether the job trains a classification head in place of the output head.
 
     Raises:
-        TargetModuleError: The model has no such module, or it has low-rank matrices, too.
-        UnsupportedError: The module, or its training with other settings, is not implemented.
+        TargetModuleError: The model has no such module, or the module also has low-rank matrices.
+        UnsupportedError: Training this module in full, or with the job's other settings, is not implemented.
     """
     if not config.modules_to_save:
         return ()
@@ -114,5 +112,5 @@ def _check(name: str, module: Any, config: JobConfig, *, is_head: bool, has_labe
 
 
 def whole_weights(extras: Mapping[str, Any]) -> list[str]:
-    """The modules among the further tensors of an adapter."""
+    """Return the modules that are trained in full, given an adapter's extra tensors."""
     return [module_of_whole(name) for name in extras if is_whole(name)]

@@ -1,4 +1,4 @@
-"""Objectives: from the losses of tokens to one loss per job."""
+"""Objectives, which turn the losses of tokens into one loss per job."""
 
 from alto.objectives.base import DerivedMetrics, Objective, ObjectiveImplementation, Terms
 from alto.objectives.micro_batch import (

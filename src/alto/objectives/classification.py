@@ -1,7 +1,7 @@
-"""Sequence classification: a head of each job's own reads the hidden state of a row's last token.
+"""Sequence classification: every job has its own head, which reads the hidden state of a row's last token.
 
-The losses are those of transformers' ``...ForSequenceClassification``: cross-entropy where a row has one label, the
-mean binary cross-entropy over the labels where it may have several. Metrics are those of scikit-learn: ``accuracy``, of
+The losses are those of transformers' ``...ForSequenceClassification``: cross-entropy if a row has one label, the mean
+binary cross-entropy over the labels if it may have several. The metrics are those of scikit-learn: ``accuracy``, for
 several labels that of the whole set, and ``macro_f1``, the mean over labels of the harmonic mean of precision and
 recall.
 
@@ -26,12 +26,12 @@ from alto.spec import ObjectiveSettings
 __all__ = ["Classification", "label_f1"]
 
 _COUNTS = 3
-"""Counts of every label: true positives, false positives, false negatives."""
+"""Number of counts per label: true positives, false positives, false negatives."""
 
 
 class Classification:
-    """The mean over rows, in training over micro-steps of their means; a prediction is the label of the largest logit,
-    of several labels all with a positive one."""
+    """The mean loss over rows; in training, the mean over micro-steps of their means. The label with the largest logit
+    is predicted; if a row may have several labels, all labels with a positive logit."""
 
     def check(self, dataset: EncodedDataset, settings: Sequence[ObjectiveSettings]) -> None:
         pass  # every row has a label
@@ -45,28 +45,28 @@ class Classification:
             losses_Q, predicted_QK, actual_QK = _several_labels(logits_QK, batch)
         accuracy_Q = (predicted_QK == actual_QK).all(1).double()
         terms = labelled_terms(losses_Q, {"accuracy": accuracy_Q}, batch)
-        if torch.is_grad_enabled():  # in training nobody reads derived metrics
+        if torch.is_grad_enabled():  # training does not read derived metrics
             return terms
         num_rows = sum(batch.job_rows)
         return terms.with_statistics(_counts(predicted_QK[:num_rows], actual_QK[:num_rows], batch))
 
     def num_statistics(self, labels: LabelSet) -> int:
-        """A count of true positives, of false positives and of false negatives for every label."""
+        """Return the number of counts of true positives, false positives and false negatives for all labels."""
         return _COUNTS * labels.num_labels
 
     def derived_metrics(self, statistics: Sequence[float], num_rows: int, labels: LabelSet) -> Mapping[str, float]:
-        """``macro_f1``; of rows with one label each, over the labels that a row has or was given."""
+        """Return ``macro_f1``; if rows have one label each, labels neither given nor predicted do not count."""
         scores = [score for score in label_f1(statistics, labels) if score is not None]
         return {"macro_f1": sum(scores) / len(scores)}
 
 
 def label_f1(statistics: Sequence[float], labels: LabelSet) -> list[float | None]:
-    """The harmonic mean of precision and recall of every label. It is 0 for one that no row has or was given, and where
-    rows have one label each None.
+    """Return the harmonic mean of precision and recall of every label.
+
+    For a label that no row has or was predicted to have, it is None if rows have one label each, otherwise 0.
 
     Args:
-        statistics: A count of true positives, of false positives and of false negatives for every label.
-        labels: The labels.
+        statistics: True positives of every label, then false positives, then false negatives.
     """
     count = labels.num_labels
     hits, *misses = (statistics[index * count : (index + 1) * count] for index in range(_COUNTS))
@@ -78,7 +78,7 @@ def label_f1(statistics: Sequence[float], labels: LabelSet) -> list[float | None
 
 
 def _one_label(logits_QK: Tensor, batch: TokenBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss of every row, and what is predicted and what is true of every label, ``[Q, K]``."""
+    """Return the loss of every row, and the predicted and actual labels, ``[Q, K]`` bool."""
     labels_Q = _padded_labels(batch, logits_QK).long()
     losses_Q = F.cross_entropy(logits_QK, labels_Q, reduction="none")
     indices_K = torch.arange(logits_QK.shape[1], device=logits_QK.device)
@@ -92,14 +92,14 @@ def _several_labels(logits_QK: Tensor, batch: TokenBatch) -> tuple[Tensor, Tenso
 
 
 def _padded_labels(batch: TokenBatch, logits_QK: Tensor) -> Tensor:
-    """The label of every row, and zeros for dummy rows."""
+    """Return the label of every row, and zeros for dummy rows."""
     labels = to_device(batch.row_classes, logits_QK.device, torch.float64)
     padding = [0, 0] * (labels.ndim - 1) + [0, len(logits_QK) - len(labels)]
     return F.pad(labels, padding)
 
 
 def _counts(predicted_QK: Tensor, actual_QK: Tensor, batch: TokenBatch) -> Tensor:
-    """True positives, false positives and false negatives of every label by job, ``[J, 3 K]`` float64."""
+    """Count true positives, false positives and false negatives of every label by job, ``[J, 3 K]`` float64."""
     jobs_Q = row_job_indices(batch, predicted_QK.device)
     kinds = (predicted_QK & actual_QK, predicted_QK & ~actual_QK, ~predicted_QK & actual_QK)
     sums = [

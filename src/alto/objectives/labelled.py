@@ -21,25 +21,24 @@ __all__ = ["filled_logits", "label_set_of", "labelled_terms", "row_job_indices"]
 
 
 def label_set_of(batch: TokenBatch) -> LabelSet:
-    """The labels of the rows of ``batch``, whose jobs are of one task."""
+    """Return the label set of ``batch``, whose jobs are of one task."""
     labels = batch.job_label_sets[0]
     assert labels is not None, "rows have labels"
     return labels
 
 
 def filled_logits(values_QK: Tensor) -> Tensor:
-    """``values_QK`` in float64, followed by rows of zeros up to a whole number of vectors, so that element-wise results
-    of a row have the same bits at any place."""
+    """Return ``values_QK`` in float64, padded with zero rows to a whole number of vectors, so that element-wise results
+    of a row have the same bits at any position."""
     return F.pad(values_QK.double(), (0, 0, 0, -len(values_QK) % LANES))
 
 
 def labelled_terms(losses_Q: Tensor, metrics: Mapping[str, Tensor], batch: TokenBatch) -> Terms:
-    """The sums of every job's rows, each loss times the row's weight in the job's batch.
+    """Return the sums over every job's rows; each loss is multiplied by the row's factor in the job's batch.
 
     Args:
         losses_Q: Loss of every row, followed by those of dummy rows.
-        metrics: By name, what is measured of every row.
-        batch: The rows.
+        metrics: Name of a metric to its value for every row.
     """
     if any(factor != 1.0 for factor in batch.row_factors):
         factors_Q = to_device(batch.row_factors, losses_Q.device, torch.float64)
@@ -48,6 +47,6 @@ def labelled_terms(losses_Q: Tensor, metrics: Mapping[str, Tensor], batch: Token
 
 
 def row_job_indices(batch: TokenBatch, device: torch.device) -> Tensor:
-    """The index in ``batch`` of the job of every row, ``[Q]``."""
+    """Return the index in ``batch`` of the job of every row, ``[Q]``."""
     indices = [index for index, count in enumerate(batch.job_rows) for _ in range(count)]
     return to_device(indices, device, torch.int64)

@@ -1,4 +1,4 @@
-"""Objectives by the name of their method: those of ALTO, and those of installed packages."""
+"""Finds objectives by the name of their method: those of ALTO, and those of installed packages."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _MEMBERS = ("check", "terms")
 
 
 def find_objective(name: str) -> Objective:
-    """The objective of the method called ``name``.
+    """Find the objective of the method called ``name``.
 
     Raises:
         SpecError: There is no such method.
-        UnsupportedError: Several packages register it, or one registers a method of ALTO's own; or it cannot be loaded
-            or is not an objective.
+        UnsupportedError: Several packages register the method, or a package registers one of ALTO's own; or the
+            implementation cannot be loaded or is not an objective.
     """
     OBJECTIVES.check_not_taken(name)
     method = find_method(name)

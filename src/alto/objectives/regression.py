@@ -1,7 +1,7 @@
-"""Regression by a head of each job's own, which reads the hidden state of a row's last token.
+"""Regression: every job has its own head, which reads the hidden state of a row's last token.
 
 The loss is that of transformers' ``...ForSequenceClassification`` with that ``problem_type``: the mean squared
-error over rows and outputs. ``pearson`` is the correlation of predictions and labels, of several outputs their mean.
+error over rows and outputs. ``pearson`` is the correlation of predictions and labels; for several outputs, their mean.
 
 Shapes: ``Q`` rows, ``K`` outputs, ``J`` jobs.
 """
@@ -24,15 +24,15 @@ from alto.spec import ObjectiveSettings
 __all__ = ["Regression"]
 
 _SUMS = 5
-"""Sums over rows for every output: prediction, label, both squares, their product."""
+"""Number of sums over rows for every output: prediction, label, both squares, their product."""
 
 _ROUNDING = 1e-12
-"""Share of a mean square below which a variance may be rounding alone: numbers that differ by less than a millionth of
+"""Share of a mean square below which a variance may be rounding error: numbers that differ by less than a millionth of
 their size count as equal."""
 
 
 class Regression:
-    """The mean over rows, in training over micro-steps of their means."""
+    """The mean loss over rows; in training, the mean over micro-steps of their means."""
 
     def check(self, dataset: EncodedDataset, settings: Sequence[ObjectiveSettings]) -> None:
         pass  # every row has its numbers
@@ -43,7 +43,7 @@ class Regression:
         predicted_QK = filled_logits(logits_QK)
         errors_Q = (predicted_QK - filled_logits(labels_QK)).square().mean(1)
         terms = labelled_terms(errors_Q, {"mse": errors_Q}, batch)
-        if torch.is_grad_enabled():  # in training nobody reads derived metrics
+        if torch.is_grad_enabled():  # training does not read derived metrics
             return terms
         predicted_QK = predicted_QK[:num_rows]
         parts_QS = torch.cat(
@@ -53,11 +53,11 @@ class Regression:
         return terms.with_statistics(sums.index_add_(0, row_job_indices(batch, parts_QS.device), parts_QS))
 
     def num_statistics(self, labels: LabelSet) -> int:
-        """Sums over rows of predictions, labels, their squares and products, for every output."""
+        """Return the number of sums of predictions, labels, their squares and products, for all outputs."""
         return _SUMS * labels.num_labels
 
     def derived_metrics(self, statistics: Sequence[float], num_rows: int, labels: LabelSet) -> Mapping[str, float]:
-        """``pearson``; NaN where all predictions, or all labels, of an output are equal."""
+        """Return ``pearson``; NaN if all predictions, or all labels, of an output are equal."""
         count = labels.num_labels
         sums = (statistics[index * count : (index + 1) * count] for index in range(_SUMS))
         found = [_correlation(*of_output, num_rows=num_rows) for of_output in zip(*sums, strict=True)]
@@ -65,7 +65,7 @@ class Regression:
 
 
 def _correlation(x: float, y: float, xx: float, yy: float, xy: float, *, num_rows: int) -> float:
-    """The correlation of two variables by their sums over rows; NaN where all numbers of one are equal."""
+    """Return the correlation of two variables from their sums over rows; NaN if all values of one are equal."""
     spread_x, spread_y = num_rows * xx - x * x, num_rows * yy - y * y
     if not (spread_x > _ROUNDING * num_rows * xx and spread_y > _ROUNDING * num_rows * yy):
         return math.nan

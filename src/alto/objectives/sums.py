@@ -1,4 +1,4 @@
-"""Sums of runs of losses, each by itself.
+"""Sums of runs of losses, each run by itself.
 
 Shapes: ``S`` trained tokens, ``R`` runs of them.
 """
@@ -15,21 +15,19 @@ __all__ = ["run_sums", "to_device"]
 
 
 def run_sums(values_S: Tensor, lengths: Sequence[int]) -> Tensor:
-    """The sum of every run of ``values_S``, ``[R]`` float64, all runs in one launch.
+    """Sum every run of ``values_S``, ``[R]`` float64, all runs in one launch.
 
-    Each run is summed separately, in an order that depends only on its length, so its bits depend on no other run. In
-    float64, as that order is one after the other on a CPU.
+    Each run is summed separately, in an order that depends only on its length, so its bits depend on no other run. The
+    sums are in float64, because on a CPU they add one value after the other.
     """
-    # unsafe: the lengths are valid; checking them would synchronise host and device.
+    # `unsafe`: the lengths are valid, and checking them would synchronise host and device.
     return torch.segment_reduce(values_S.double(), "sum", lengths=to_device(lengths, values_S.device), unsafe=True)
 
 
 def to_device(numbers: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor of ``numbers``, copied to ``device`` without synchronisation.
+    """Return a tensor of ``numbers``, copied to ``device`` without synchronisation.
 
     Args:
         numbers: The numbers, or rows of numbers.
-        device: Device of the tensor.
-        dtype: Type of the tensor.
     """
     return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""The facts that packages exchange: frozen, plain, no torch.
+"""Records that packages exchange: frozen, plain data without torch.
 
 A record states what happened or what was decided; it has no behaviour beyond derived values.
 """

@@ -1,4 +1,4 @@
-"""What an export wrote."""
+"""The result of an export."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Literal, TypeAlias
 __all__ = ["ExportForm", "ExportResult", "ForeignTool", "GgufType"]
 
 ExportForm: TypeAlias = Literal["adapter", "per_expert", "merged", "gguf", "config"]
-"""An adapter in PEFT's format; one with every expert's matrices by themselves; a model with the adapter merged, in
-safetensors, or in one GGUF file; the configuration of another trainer."""
+"""In this order: an adapter in PEFT's format; an adapter with separate matrices for every expert; a model with the
+adapter merged, in safetensors, or in one GGUF file; the configuration of another trainer."""
 
 GgufType: TypeAlias = Literal["f16", "q8_0"]
-"""Type of the matrices in a GGUF file."""
+"""The data type of the matrices in a GGUF file."""
 
 ForeignTool: TypeAlias = Literal["trl", "axolotl", "llamafactory"]
-"""Trainers whose configurations are written."""
+"""The trainers for which an export can write configurations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,14 +23,15 @@ class ExportResult:
     """A folder that :meth:`alto.Engine.export` wrote.
 
     Attributes:
-        form: What it holds.
-        folder: Its path.
+        form: The content of the folder.
+        folder: Path of the folder.
         files: Names of its files, sorted.
-        command: The command that serves it, or trains it again; empty where ``notes`` say why there is none.
-        difference: Of a merged model: between its logits and those of the adapter on its base, of a few tokens in
-            float32, relative, in norm; None of the others.
+        command: The command that serves the result, or trains with the exported configuration; empty if ``notes`` say
+            why there is none.
+        difference: For a merged model, the relative difference in norm between its logits and those of the adapter on
+            its base model, for a few tokens in float32; None for other forms.
         notes: Notices, as sentences.
-        url: Of its repository on the hub; empty where it was not pushed.
+        url: Address of the repository on the hub; empty if it was not pushed.
     """
 
     form: ExportForm

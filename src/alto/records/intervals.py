@@ -1,4 +1,4 @@
-"""The quantile that 95 % intervals of means are made with."""
+"""The quantile for 95 % confidence intervals of means."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ __all__ = ["student_quantile"]
 
 _NORMAL = statistics.NormalDist().inv_cdf(0.975)
 _STUDENT = {1: 12.706, 2: 4.303, 3: 3.182}
-"""The 97.5 % quantiles of Student's distribution that the expansion below misses by more than 2 %."""
+"""The 97.5 % quantiles of Student's t distribution for which the expansion below is off by more than 2 %."""
 
 
 def student_quantile(degrees: int) -> float:
-    """The 97.5 % quantile of Student's distribution; above three degrees of freedom by the first terms of Cornish and
-    Fisher, within 2 %."""
+    """Return the 97.5 % quantile of Student's t distribution with ``degrees`` degrees of freedom.
+
+    Above three degrees it is computed by the first terms of the Cornish-Fisher expansion, within 2 %.
+    """
     if degrees in _STUDENT:
         return _STUDENT[degrees]
     z = _NORMAL

@@ -1,4 +1,4 @@
-"""Two finished runs side by side."""
+"""Compares two finished runs."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ __all__ = ["RunComparison", "compare"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunComparison:
-    """Two finished runs side by side, the one that was asked first.
+    """A comparison of two finished runs; the result whose ``compare`` was called comes first.
 
     Attributes:
-        run_dirs: Their folders.
-        facts: By name, the values of both: what was trained on, losses and metrics of the best adapters, jobs, samples,
-            seconds. Losses can be compared where ``same_validation`` and ``same_loss`` are true.
-        settings: Settings of the best jobs that differ, by key, with the values of both; None where a job has none.
-        same_data: Whether both have the same training and validation tokens; None where a journal does not tell.
-        same_validation: Whether both have the same validation tokens; None where a journal does not tell.
-        same_loss: Whether the losses of both best jobs are of one method with equal settings, such as ``beta``.
+        run_dirs: Folders of the runs.
+        facts: Values of both runs by name: model, dataset, losses and metrics of the best adapters, number of jobs,
+            samples, seconds. Losses are comparable if ``same_validation`` and ``same_loss`` are true.
+        settings: Values of both best jobs, by key, for settings that differ; None for a missing value.
+        same_data: Whether both have the same training and validation tokens; None if a journal does not record them.
+        same_validation: Whether both have the same validation tokens; None if a journal does not record them.
+        same_loss: Whether both best jobs have the same method and equal settings of the loss, such as ``beta``.
     """
 
     run_dirs: tuple[str, str]
@@ -42,7 +42,7 @@ class RunComparison:
     same_loss: bool
 
     def to_frame(self) -> pandas.DataFrame:
-        """Facts and differing settings as rows, the runs as columns.
+        """Return a table with facts and differing settings as rows, and the runs as columns.
 
         Raises:
             UnsupportedError: pandas is not installed.
@@ -51,8 +51,10 @@ class RunComparison:
         return import_pandas().DataFrame.from_dict(rows, orient="index", columns=list(self.run_dirs))
 
     def write_html(self, path: str | Path) -> Path:
-        """Write the comparison as one HTML page that needs nothing else, and return its path: facts, settings that
-        differ, the validation curves of both best jobs, and their samples where both runs have the same prompts.
+        """Write the comparison as one self-contained HTML page, and return its path.
+
+        It shows facts, differing settings, the validation curves of both best jobs, and their samples for the prompts
+        that both runs have.
 
         Raises:
             RunNotFoundError, RunError: The journal of a run is gone, or damaged.
@@ -85,7 +87,7 @@ class RunComparison:
     def _repr_html_(self) -> str:
         from rich.console import Console
 
-        # In a notebook a console would show itself too.
+        # Without force_jupyter=False, the console itself would also print in a notebook.
         console = Console(record=True, width=120, file=StringIO(), force_jupyter=False)
         console.print(self)
         return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
@@ -97,8 +99,8 @@ def compare(
     """Compare two finished runs.
 
     Args:
-        outcome, history: Of the first.
-        other_outcome, other_history: Of the second.
+        outcome, history: The first run.
+        other_outcome, other_history: The second run.
     """
     one, other = _facts(outcome, history), _facts(other_outcome, other_history)
     configs = [_best_config(outcome), _best_config(other_outcome)]
@@ -143,7 +145,7 @@ def _same_data(one: RunHistory, other: RunHistory) -> bool | None:
     same = _same(one, other, "train_validation_fingerprint")
     if same is not None:
         return same
-    # A journal of an earlier version has one digest of all rows, test rows included.
+    # Journals of earlier versions have one digest of all rows, including test rows.
     same, has_test_rows = _same(one, other, "fingerprint"), any(_data_of(run).get("test_rows") for run in (one, other))
     return None if same is False and has_test_rows else same
 
@@ -154,7 +156,7 @@ def _same_validation(one: RunHistory, other: RunHistory) -> bool | None:
 
 
 def _same(one: RunHistory, other: RunHistory, fingerprint: str) -> bool | None:
-    """Whether both journals have the same ``fingerprint``; None where one has none."""
+    """Return whether both journals have the same ``fingerprint``; None if one has none."""
     found = [_data_of(run).get(fingerprint) for run in (one, other)]
     return found[0] == found[1] if all(isinstance(digest, str) for digest in found) else None
 

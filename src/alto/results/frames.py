@@ -1,4 +1,4 @@
-"""Tables of a run as pandas frames."""
+"""Tables of a run as pandas data frames."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["configuration_frame", "curve_frame", "import_pandas", "job_frame", "
 
 
 def import_pandas() -> Any:
-    """The module pandas.
+    """Import and return pandas.
 
     Raises:
-        UnsupportedError: It is not installed.
+        UnsupportedError: pandas is not installed.
     """
     try:
         import pandas
@@ -32,7 +32,7 @@ def import_pandas() -> Any:
 
 
 def job_frame(history: RunHistory) -> pandas.DataFrame:
-    """One row a job, the chosen one first, then by their best evaluation; indexed by job id."""
+    """Return one row per job, the chosen job first, the others by their best evaluation; indexed by job id."""
     rows = [_job_row(job) for job in history.ranked()]
     return import_pandas().DataFrame(rows).set_index("job")
 
@@ -54,7 +54,7 @@ def _job_row(job: JobHistory) -> dict[str, Any]:
 
 
 def _tested(job: JobHistory, step: int) -> dict[str, float]:
-    """Loss and metrics on the test rows after ``step``; empty where they were not measured."""
+    """Return loss and metrics on the test rows after ``step``; empty if they were not measured."""
     if step not in job.test_losses:
         return {}
     metrics = {f"test_{name}": value for name, value in job.test_metrics.get(step, {}).items()}
@@ -62,7 +62,7 @@ def _tested(job: JobHistory, step: int) -> dict[str, float]:
 
 
 def configuration_frame(history: RunHistory) -> pandas.DataFrame:
-    """One row a repeated configuration, that of the chosen job first, by the id of its best job."""
+    """Return one row per repeated configuration, that of the chosen job first; indexed by the id of its best job."""
     pandas = import_pandas()
     rows = [
         {
@@ -80,7 +80,7 @@ def configuration_frame(history: RunHistory) -> pandas.DataFrame:
 
 
 def curve_frame(history: RunHistory) -> pandas.DataFrame:
-    """One row an evaluation, in the order of jobs and steps; step 0 is what jobs begin with."""
+    """Return one row per evaluation, in the order of jobs and steps; step 0 is the state before training."""
     rows = list(itertools.chain.from_iterable(map(_curve_rows, history.jobs.values())))
     columns = ["job", "step", "progress", "train_loss", "validation_loss"]
     return import_pandas().DataFrame(rows, columns=None if rows else columns)
@@ -106,7 +106,7 @@ def _curve_rows(job: JobHistory) -> list[dict[str, Any]]:
 
 
 def loss_frame(history: RunHistory) -> pandas.DataFrame:
-    """Training losses: a row a step, from 1, a column a job; NaN after a job's last step."""
+    """Return training losses, with one row per step, from 1, and one column per job; NaN after a job's last step."""
     pandas = import_pandas()
     columns = {job.job: pandas.Series(job.train_losses, dtype=float) for job in history.jobs.values()}
     frame = pandas.DataFrame(columns)
@@ -115,8 +115,8 @@ def loss_frame(history: RunHistory) -> pandas.DataFrame:
 
 
 def sample_frame(history: RunHistory) -> pandas.DataFrame:
-    """Samples: a row a prompt, with the row's own reply and what the base and the best adapters generate; the columns
-    of adapters are ids of jobs, the winner first."""
+    """Return one row per prompt of the samples: the row's own reply and the generations of the base model and of the
+    best adapters; the adapters' columns are job ids, the winner first."""
     rows = [
         {"prompt": one.prompt, "reference": one.reference, "base": one.base, **one.adapters} for one in history.samples
     ]

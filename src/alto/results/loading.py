@@ -20,7 +20,7 @@ __all__ = ["load_adapter"]
 
 
 def load_adapter(folder: Path, task: Task, model: PreTrainedModel | None, *, device: str | None) -> PeftModel:
-    """The adapter in ``folder`` on its base model, in evaluation mode; see :meth:`alto.TaskResult.load_best`."""
+    """Load the adapter in ``folder`` onto its base model, in evaluation mode; see :meth:`alto.TaskResult.load_best`."""
     try:
         from peft import PeftModel
     except ImportError:

@@ -1,4 +1,5 @@
-"""Runs and queues of runs on disk: their folders, their journals, and the state derived from these. Without torch."""
+"""Runs and queues of runs on disk: their folders, their journals, and the state derived from the journals. Without
+torch."""
 
 from alto.runs.background import FLUSH_TIMEOUT_S, BackgroundObserver, ending_in_time, in_background
 from alto.runs.commands import note_resumption, resume_command

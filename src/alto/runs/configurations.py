@@ -17,13 +17,13 @@ __all__ = ["ConfigurationHistory", "repeated_configurations"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigurationHistory:
-    """One configuration and the jobs that repeat it; a job that repeats none is one by itself.
+    """One configuration and the jobs that repeat it; a job that repeats none is a configuration by itself.
 
     Attributes:
-        jobs: Best first.
-        metric: What ``mean`` and ``deviation`` are of: ``loss``, or the task's metric.
-        mean: Mean over the jobs' best adapters; NaN where one has no finite loss.
-        deviation: Their standard deviation (of a sample); NaN of a single one.
+        jobs: Its jobs, best first.
+        metric: Metric of ``mean`` and ``deviation``: ``loss``, or the task's metric.
+        mean: Mean over the jobs' best adapters; NaN if one has no finite loss.
+        deviation: Their sample standard deviation; NaN for a single job.
     """
 
     jobs: tuple[JobHistory, ...]
@@ -39,8 +39,11 @@ class ConfigurationHistory:
 
 
 def repeated_configurations(history: RunHistory) -> list[ConfigurationHistory]:
-    """The configurations of a run, that of the chosen job first, then by their means, after them those of which a job
-    has diverged or failed; empty where jobs repeat none."""
+    """Return the configurations of a run; empty if no job repeats one.
+
+    The configuration of the chosen job comes first. The others are ordered by their means, but configurations with a
+    diverged or failed job come last.
+    """
     groups: dict[str, list[JobHistory]] = {}
     for job in history.ranked():
         groups.setdefault(_name_of(job), []).append(job)

@@ -1,4 +1,4 @@
-"""Hours of devices that a run took, and that early exit saved: the numbers that terminals and pages share."""
+"""Device hours that a run took, and that early exit saved: the numbers that terminals and pages share."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ PRICE_VARIABLE = "ALTO_GPU_HOUR_PRICE"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceHours:
-    """What a run took, as hours of GPUs, or of CPU slots where it had none.
+    """The cost of a run in hours of GPUs, or of CPU slots if it had no GPU.
 
     Attributes:
         device: ``GPU`` or ``CPU slot``.
-        num_devices: Ranks that it was trained on, since it was resumed last.
-        spent_h: From its first event to its latest, without interruptions, times ``num_devices``.
-        saved_h: What the samples that early exit saved would have taken at the run's own average pace; None where
+        num_devices: Ranks that train the run since it was last resumed.
+        spent_h: Hours from its first event to its latest, without interruptions, times ``num_devices``.
+        saved_h: Hours that the samples saved by early exit would have taken at the run's own average pace; None if
             nothing was saved or the pace is unknown.
-        price: Of one such hour; None where nobody named one.
+        price: Price of one such hour; None if none was given.
     """
 
     device: str
@@ -37,20 +37,20 @@ class DeviceHours:
 
     @property
     def whole_h(self) -> float | None:
-        """With every job trained to its end, at the same pace; None where ``saved_h`` is."""
+        """Hours if every job had trained to its end, at the same pace; None if ``saved_h`` is None."""
         return None if self.saved_h is None else self.spent_h + self.saved_h
 
     def cost(self, hours: float | None) -> float | None:
-        """The price of so many hours, in its currency; None where one of both is unknown."""
+        """Return the price of ``hours``, in the currency of the price; None if either is unknown."""
         return None if hours is None or self.price is None else hours * self.price
 
 
 def device_hours(history: RunHistory, price: float | None = None) -> DeviceHours:
-    """What a run took so far.
+    """Return the device hours that a run took so far.
 
     Args:
-        history: Of the run.
-        price: Of an hour of one device; see :func:`price_of_hour`.
+        history: History of the run.
+        price: Price of an hour of one device; see :func:`price_of_hour`.
     """
     is_gpu = history.started is not None and history.started.device.startswith("cuda")
     saved_s = time_saved_s(history)
@@ -64,8 +64,10 @@ def device_hours(history: RunHistory, price: float | None = None) -> DeviceHours
 
 
 def price_of_hour(given: float | None, of_task: float | None = None) -> float | None:
-    """The price of an hour of one GPU: the one that is given, else that of the environment variable
-    ``ALTO_GPU_HOUR_PRICE``, else that of the task's budget, else None.
+    """Return the price of an hour of one GPU.
+
+    It is ``given``, else the environment variable ``ALTO_GPU_HOUR_PRICE``, else the price in the task's budget, else
+    None.
 
     Raises:
         SpecError: The environment variable holds no price.

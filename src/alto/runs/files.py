@@ -23,7 +23,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @contextlib.contextmanager
 def writing(run: Path, what: Path) -> Iterator[None]:
-    """Translate a failure to write ``what`` in the run directory ``run``, with its remedy.
+    """Translate a failure to write ``what`` in the run directory ``run`` into an error with a remedy.
 
     Raises:
         RunWriteError: An `OSError` was raised inside.
@@ -38,20 +38,22 @@ def writing(run: Path, what: Path) -> Iterator[None]:
 
 
 def write_error(what: Path, error: OSError, remedy: str) -> RunWriteError:
-    """ALTO's error for ``error``, which was raised while ``what`` was written.
+    """Return ALTO's error for ``error``, which was raised while ``what`` was written.
 
     Args:
         what: Name of the file or folder, for the message.
         error: The operating system's error.
-        remedy: What to do, for the message.
+        remedy: Remedy for the user, for the message.
     """
     kind = DiskFullError if is_disk_full(error) else RunWriteError
     return kind(f"expected to write {what}, found: {error.strerror or error}; {remedy}")
 
 
 def is_disk_full(error: OSError) -> bool:
-    """Whether the error means only that disk space is missing. Errors of `shutil.copytree` and safetensors contain the
-    operating system's error number only in their text."""
+    """Return whether the only problem is that disk space is missing.
+
+    `shutil.copytree` and safetensors give the operating system's error number only in the text of their errors.
+    """
     if error.errno is not None:
         return error.errno in _FULL
     return any(int(number) in _FULL for number in re.findall(r"(?:Errno|os error) (\d+)", str(error)))
@@ -60,7 +62,7 @@ def is_disk_full(error: OSError) -> bool:
 def replace_file(path: Path, content: str | bytes) -> None:
     """Replace ``path`` by ``content`` (text as UTF-8), durably.
 
-    An attempt that fails leaves nothing behind; what a killed process left is removed by the next attempt.
+    A failed attempt leaves nothing behind; files left by a killed process are removed by the next attempt.
     """
     _remove_abandoned(path)
     fresh = path.with_name(f".{path.name}.{uuid.uuid4().hex}.new")
@@ -91,7 +93,7 @@ def _remove_abandoned(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in ``folder`` durable."""
+    """Make the file names in ``folder`` durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

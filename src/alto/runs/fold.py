@@ -1,4 +1,4 @@
-"""The base of all folds of journals: entries one at a time, and a clock."""
+"""The base of all folds of journals: it takes one entry at a time, and keeps a clock."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from alto.runs.journal import read_entries
 __all__ = ["NOT_FOLDABLE", "JournalFold"]
 
 NOT_FOLDABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
-"""Errors of applying an entry with invalid values."""
+"""Errors raised when an entry with invalid values is applied."""
 
 
 class JournalFold(ABC):
@@ -23,8 +23,8 @@ class JournalFold(ABC):
     Attributes:
         started_at: Unix time of the first entry, None before it.
         last_seen_at: Unix time of the latest entry.
-        interruptions: Spans of unix seconds in which no process worked, though something was left to do.
-        rests: Spans of unix seconds from the end until further work came.
+        interruptions: Spans, in unix seconds, in which no process worked although there was work to do.
+        rests: Spans, in unix seconds, from the end of all work until more work came.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class JournalFold(ABC):
 
     @classmethod
     def of(cls, entries: Iterable[JournalEntry]) -> Self:
-        """The state after all of ``entries``."""
+        """Return the state after all of ``entries``."""
         history = cls()
         for entry in entries:
             history.apply(entry)
@@ -43,7 +43,7 @@ class JournalFold(ABC):
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """The state after all entries of the journal at ``path``.
+        """Return the state after all entries of the journal at ``path``.
 
         Raises:
             RunNotFoundError: There is no journal.
@@ -61,7 +61,7 @@ class JournalFold(ABC):
         return history
 
     def apply(self, entry: JournalEntry) -> None:
-        """Fold in one entry; an unknown event only moves the clock."""
+        """Fold in one entry; an unknown event only advances the clock."""
         self._fold(entry.event, entry.time)
         self.started_at = entry.time if self.started_at is None else self.started_at
         self.last_seen_at = entry.time
@@ -76,14 +76,13 @@ class JournalFold(ABC):
         return 0.0 if self.last_seen_at is None else self.worked_s(self.last_seen_at)
 
     def worked_s(self, time: float) -> float:
-        """Seconds from the first entry to ``time`` (unix seconds), without interruptions and rests."""
+        """Return the seconds from the first entry to ``time`` (unix seconds), without interruptions and rests."""
         if self.started_at is None:
             return 0.0
         idle_s = sum(max(0.0, min(time, end) - start) for start, end in (*self.interruptions, *self.rests))
         return max(0.0, time - self.started_at - idle_s)
 
     def _note_interruption(self, time: float, *, is_rest: bool = False) -> None:
-        """Note an interruption, or a rest, between the previous entry and that of ``time``, with which a process
-        resumes."""
+        """Record an interruption, or a rest, from the previous entry to ``time``, when a process resumes."""
         if self.last_seen_at is not None:
             (self.rests if is_rest else self.interruptions).append((self.last_seen_at, max(self.last_seen_at, time)))

@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 _MAX_BYTES = 4 * 1024**3
-"""Of a journal; a long run has some megabytes."""
+"""Largest size of a journal that is read; a long run has some megabytes."""
 
 _MAX_TIME = 253402300799.0
 """The last second of the year 9999: no calendar goes further."""
@@ -39,33 +39,33 @@ Observer = Callable[[JournalEntry], None]
 """Called with every entry after it has been written."""
 
 _Piece: TypeAlias = tuple[bytes, "dict[str, Any] | None"]
-"""One appended entry, without its line end, and its JSON object; None where it cannot be read."""
+"""One appended entry, without its line end, and its JSON object; None if it cannot be parsed."""
 
 _BEGINNING = b'{"seq": '
-"""Every line begins so."""
+"""The first bytes of every line."""
 
 
 class Journal:
-    """Writes one JSON object a line: ``seq``, ``time`` (unix seconds), ``event``, and the fields of the event.
+    """Writes one JSON object per line: ``seq``, ``time`` (unix seconds), ``event``, and the fields of the event.
 
     ``time`` never decreases, even if the machine's clock is set back.
 
-    Everything in the file after ``past`` (a torn line of an interrupted write, or events after the checkpoint that a
-    run resumes from) is cut before the first event is appended, as are the remains of an event that could not be
-    written.
+    Before the first event is appended, everything in the file after ``past`` is cut: a torn line of an interrupted
+    write, or events after the checkpoint from which a run resumes. The remains of an event that could not be written
+    are cut too.
 
     Args:
         path: The file; made if absent.
         observers: Called with every entry after it was written.
-        past: The first entries of the file, which the next one follows; None keeps all that are intact.
+        past: The first entries of the file, after which the next one is appended; None keeps all intact entries.
         check: Called before the file is cut and before every event; if it raises, the file is not changed.
 
     Attributes:
-        past: They.
+        past: The entries that were kept.
         num_lines_cut: Lines that were cut off when the journal was opened.
 
     Raises:
-        RunError: An entry of the file has a field of another type.
+        RunError: A field of an entry in the file has another type.
         RunWriteError: The disk is full or cannot be written.
     """
 
@@ -77,13 +77,13 @@ class Journal:
         past: Sequence[JournalEntry] | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        check()  # the model may have been loading for long since the lock was taken
+        check()  # loading the model may have taken long since the lock was taken
         self._path = path
         self._check = check
         self.past = tuple(read_intact_entries(path) if past is None and path.exists() else past or ())
         self.num_lines_cut = cut_journal(path, len(self.past)) if path.exists() else 0
         with writing(path.parent, path):
-            # Unbuffered, so that a line that could not be written is not tried again when the file is closed.
+            # Unbuffered: otherwise closing the file would retry a line that could not be written.
             self._file = path.open("ab", buffering=0)
             self._num_bytes = os.fstat(self._file.fileno()).st_size
         self._observers = tuple(observers)
@@ -94,16 +94,15 @@ class Journal:
 
     @property
     def path(self) -> Path:
-        """The file."""
         return self._path
 
     def append(self, event: Event) -> JournalEntry:
-        """Write an event; the line is with the operating system when this returns.
+        """Write an event; the operating system has the line when this returns.
 
         Raises:
             RunBusyError: The file was removed or replaced, so another process may write the journal.
             RunWriteError: The disk is full or cannot be written.
-            TypeError: The event holds what strict JSON cannot.
+            TypeError: The event holds a value that strict JSON cannot hold.
         """
         self._check()
         self._check_file()
@@ -129,7 +128,7 @@ class Journal:
             )
 
     def _write(self, data: bytes) -> None:
-        """All of ``data``, or nothing."""
+        """Write all of ``data``, or nothing."""
         with writing(self._path.parent, self._path):
             if self._is_torn:
                 self._file.truncate(self._num_bytes)
@@ -165,11 +164,11 @@ class SilentJournal(Journal):
         pass
 
     def append(self, event: Event) -> JournalEntry:
-        """Nothing is written; the entry has no sequence number."""
+        """Return an entry without a sequence number; write nothing."""
         return JournalEntry(seq=NO_SEQ, time=time.time(), event=event)
 
     def sync(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def __exit__(self, *_: object) -> None:
         pass
@@ -178,23 +177,23 @@ class SilentJournal(Journal):
 def read_entries(path: str | Path) -> list[JournalEntry]:
     """Read the entries of a journal, oldest first.
 
-    An incomplete last line, left by an interrupted write, is dropped. Where an event was appended to an incomplete
-    line, the line's first part is dropped and the event is read.
+    An incomplete last line, left by an interrupted write, is dropped. If an event was appended to an incomplete line,
+    the first part of the line is dropped and the event is read.
 
     Raises:
         RunNotFoundError: There is no such file.
-        RunError: A line before the last one is not a JSON object, its time is no time, or a known field of a known
-            event is missing or holds another type.
+        RunError: A line before the last one is not a JSON object, its time is not a valid time, or a known field of a
+            known event is missing or has another type.
     """
     return [decode(line, path) for line in read_events(path)]
 
 
 def read_intact_entries(path: Path) -> list[JournalEntry]:
-    """The entries before the first line that is damaged or missing: the intact part.
+    """Return the entries before the first damaged or missing line.
 
     Raises:
         RunNotFoundError: There is no such file.
-        RunError: A known field of a known event is missing or holds another type.
+        RunError: A known field of a known event is missing or has another type.
     """
     return [decode(line, path) for line in read_intact_events(path)]
 
@@ -202,12 +201,12 @@ def read_intact_entries(path: Path) -> list[JournalEntry]:
 def read_events(path: str | Path) -> list[dict[str, Any]]:
     """Read the events of a journal, oldest first.
 
-    An incomplete last line, left by an interrupted write, is dropped. Where an event was appended to an incomplete
-    line, the line's first part is dropped and the event is read.
+    An incomplete last line, left by an interrupted write, is dropped. If an event was appended to an incomplete line,
+    the first part of the line is dropped and the event is read.
 
     Raises:
         RunNotFoundError: There is no such file.
-        RunError: A line before the last one is not a JSON object, or its time is no time.
+        RunError: A line before the last one is not a JSON object, or its time is not a valid time.
     """
     path = Path(path)
     lines = _lines(path)
@@ -226,7 +225,7 @@ def read_events(path: str | Path) -> list[dict[str, Any]]:
 
 
 def read_intact_events(path: Path) -> list[dict[str, Any]]:
-    """The events before the first line that is damaged or missing: the intact part.
+    """Return the events before the first damaged or missing line.
 
     Raises:
         RunNotFoundError: There is no such file.
@@ -235,10 +234,11 @@ def read_intact_events(path: Path) -> list[dict[str, Any]]:
 
 
 def cut_journal(path: Path, num_events: int) -> int:
-    """Keep the first ``num_events`` intact events of a journal, atomically; a journal of just these is not changed.
+    """Keep the first ``num_events`` intact events of a journal, atomically; if there is nothing to cut, leave the file
+    alone.
 
     Returns:
-        How many lines were cut off.
+        Number of lines that were cut off.
 
     Raises:
         RunNotFoundError: There is no such file.
@@ -264,8 +264,10 @@ def _intact_pieces(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
 
 
 def _pieces_of(line: bytes) -> Iterator[_Piece]:
-    """The entries of a line: one; or two where an event was appended to a line without an end (version 0.1 did so to
-    the journals of queues). A torn first one is left out: the second, which is intact, has its number."""
+    """Yield the entries of a line: usually one, or two if an event was appended to a line without an end.
+
+    Version 0.1 did so in the journals of queues. A torn first entry is left out: the intact second one has its number.
+    """
     if not line.strip():
         return
     event = parse_line(line)
@@ -296,7 +298,7 @@ def _lines(path: Path) -> list[bytes]:
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:
-    """The event of a line; None where it is not a JSON object, or its time is no time."""
+    """Return the event of a line; None if it is not a JSON object, or its time is not a valid time."""
     try:
         event = json.loads(line)
     except (ValueError, RecursionError):

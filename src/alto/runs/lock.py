@@ -18,14 +18,15 @@ _RETRY_S = 0.02
 _SCRATCH_LOCK = "alto.lock"
 
 _NEW_S = 60.0
-"""Age below which the process of an unlocked scratch folder may be about to lock it."""
+"""Age in seconds below which the process that made an unlocked scratch folder may still be about to lock it."""
 
 
 class LockFile:
     """The lock of one folder.
 
-    The kernel releases it when its process ends, in any way. It belongs to the file, not to its name: if the file is
-    removed, another process makes a new one and locks that. So the holder calls :meth:`is_held` before it writes.
+    The kernel releases the lock when its process ends, in any way. The lock belongs to the file, not to its name: if
+    the file is removed, another process makes a new one and locks that. So the holder calls :meth:`is_held` before it
+    writes.
     """
 
     def __init__(self, path: Path) -> None:
@@ -33,7 +34,7 @@ class LockFile:
         self._descriptor: int | None = None
 
     def acquire(self, timeout_s: float) -> bool:
-        """Take the lock; returns whether this succeeded within ``timeout_s``.
+        """Take the lock; return whether this succeeded within ``timeout_s``.
 
         Raises:
             OSError: The file cannot be opened or made.
@@ -43,7 +44,7 @@ class LockFile:
         while True:
             flags = os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
             self._descriptor = os.open(self._path, flags, 0o644)
-            # The file may have been removed between the two calls: then the lock is not valid.
+            # The lock is not valid if the file was removed between opening and locking.
             if _lock(self._descriptor) and self.is_held():
                 return True
             self.release()
@@ -52,7 +53,7 @@ class LockFile:
             time.sleep(_RETRY_S)
 
     def is_held(self) -> bool:
-        """Whether this object has the lock, of the file that the path still names."""
+        """Return whether this object holds the lock, and the path still names the locked file."""
         if self._descriptor is None:
             return False
         held = os.fstat(self._descriptor)
@@ -79,7 +80,7 @@ class LockFile:
             self._descriptor = None
 
     def is_free(self) -> bool:
-        """Whether no process holds it; makes no file.
+        """Return whether no process holds the lock; never create the file.
 
         Raises:
             OSError: The file cannot be opened, not even for reading.
@@ -94,7 +95,7 @@ class LockFile:
             os.close(descriptor)
 
     def _open_to_ask(self) -> tuple[int, int]:
-        """A descriptor, and the kind of lock to test with: a shared one where the file can only be read."""
+        """Return a descriptor and the kind of lock to test with: a shared lock if the file can only be read."""
         flags = os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             return os.open(self._path, os.O_RDWR | flags), fcntl.LOCK_EX
@@ -107,15 +108,17 @@ class LockFile:
 def _lock(descriptor: int, how: int = fcntl.LOCK_EX) -> bool:
     try:
         fcntl.flock(descriptor, how | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):  # some file systems say the second
+    except (BlockingIOError, PermissionError):  # some file systems raise PermissionError
         return False
     return True
 
 
 @contextlib.contextmanager
 def scratch_folder(prefix: str) -> Iterator[Path]:
-    """Make a temporary folder for as long as the context lasts, and remove those with the same prefix that processes of
-    this user have left when they were killed."""
+    """Make a temporary folder that exists as long as the context, and remove abandoned ones.
+
+    Abandoned folders have the same prefix and belong to killed processes of this user.
+    """
     for path in Path(tempfile.gettempdir()).glob(f"{prefix}*/{_SCRATCH_LOCK}"):
         with contextlib.suppress(OSError):  # another process may remove it at the same time
             status = path.stat(follow_symlinks=False)

@@ -17,17 +17,18 @@ class Pace:
         self._points: deque[tuple[float, float]] = deque()
 
     def note(self, time: float, count: float) -> None:
-        """``count`` is the work done at ``time`` (unix seconds); a decrease of either restarts the measurement."""
+        """Record that ``count`` work was done at ``time`` (unix seconds); a decrease of either restarts the
+        measurement."""
         points = self._points
         if points and (time < points[-1][0] or count < points[-1][1]):
             points.clear()
         points.append((time, count))
-        # The newest point before the window is its beginning.
+        # Keep the newest point before the window: it is the start of the measurement.
         while len(points) > 2 and points[1][0] <= time - self._window_s:
             points.popleft()
 
     def per_second(self, now: float) -> float | None:
-        """Work per second up to ``now``; None as long as no work was seen."""
+        """Return the work per second up to ``now``; None until some work was seen."""
         if not self._points:
             return None
         (first_time, first_count), (last_time, last_count) = self._points[0], self._points[-1]

@@ -20,8 +20,8 @@ class QueueProgress:
     """The observed state of a queue and of its tasks' runs.
 
     Attributes:
-        queue: The queue's own journal.
-        runs: The journals of the tasks' runs, by task; a task that has not begun has none.
+        queue: State of the queue, from its own journal.
+        runs: State of the tasks' runs, from their journals, by task; tasks that have not begun are missing.
         unreadable: Why the journal of a task's run cannot be read, by task.
         num_measured: Tasks whose duration was measured before the queue began.
         folder: The queue's folder; None while it is unknown.
@@ -36,11 +36,12 @@ class QueueProgress:
 
     @classmethod
     def read(cls, queue_dir: str | Path) -> QueueProgress:
-        """The progress of the queue in ``queue_dir``, from its journals.
+        """Return the progress of the queue in ``queue_dir``, from its journals.
 
         Raises:
             RunNotFoundError: There is no queue.
-            RunError: The queue's journal is damaged. Of a task whose own is, the progress is unknown.
+            RunError: The queue's journal is damaged. If a task's journal is damaged, only that task's progress is
+                unknown.
         """
         progress, folder = cls(), QueueDir.open(queue_dir)
         progress.queue = read_queue_history(queue_dir)
@@ -49,13 +50,13 @@ class QueueProgress:
 
     @classmethod
     def before_resume(cls, queue_dir: str | Path) -> QueueProgress:
-        """The progress of the tasks' runs in ``queue_dir``, from their journals.
+        """Return the progress of the tasks' runs in ``queue_dir``, from their journals.
 
         The queue's own journal is left out: when the queue is resumed, its entries are observed again.
 
         Raises:
             RunNotFoundError: There is no queue.
-            RunError: The queue's file is damaged. Of a task whose journal is, the progress is unknown.
+            RunError: The queue's file is damaged. If a task's journal is damaged, only that task's progress is unknown.
         """
         progress, folder = cls(), QueueDir.open(queue_dir)
         entries, _ = folder.read()
@@ -71,7 +72,7 @@ class QueueProgress:
                 self.unreadable[task] = str(error)
 
     def apply(self, entry: JournalEntry) -> None:
-        """Fold in an event of the queue, or one of the run of a task that the queue relays."""
+        """Fold in an event of the queue, or an event of a task's run that the queue relays."""
         match entry.event:
             case TaskRelayed(task=task, entry=JournalEntry(event=MeasuringBegun() as begun)):
                 if task in self.queue.tasks:
@@ -87,7 +88,7 @@ class QueueProgress:
                 self.runs[task] = RunHistory.of([first])
             case TaskRelayed(task=task, entry=relayed):
                 if isinstance(relayed.event, TaskResumed) and self.folder is not None:
-                    # The run's journal was cut back to a checkpoint; what was cut off is trained again.
+                    # The run's journal was cut back to a checkpoint; the steps that were cut off are trained again.
                     self.runs[task] = history_before(self.folder.run_of(task).root, relayed.seq)
                     self.unreadable.pop(task, None)
                 self.runs.setdefault(task, RunHistory()).apply(relayed)
@@ -95,18 +96,18 @@ class QueueProgress:
                 self.queue.apply(entry)
 
     def share(self, task: TaskHistory) -> float:
-        """Of the samples that the task is expected to train, the share that it has trained, in [0, 1]."""
+        """Return the share of the task's expected samples that is trained, in [0, 1]."""
         if task.state is TaskStage.FINISHED:
             return 1.0
         run = self.runs.get(task.task)
         return 0.0 if run is None else share_done(run)
 
     def best_loss(self, task: TaskHistory) -> float | None:
-        """Best validation loss so far, nats per token."""
+        """Return the best validation loss so far, in nats per token; None if there is none."""
         run = self.runs.get(task.task)
         return run.best.best_validation_loss if run is not None and run.best is not None else None
 
     def holders(self) -> dict[Gpu, str]:
-        """The running task on each GPU that has one."""
+        """Return the running task on each GPU that has one."""
         running = self.queue.in_state(TaskStage.RUNNING)
         return {gpu: task.task for task in running if task.attempts for gpu in task.attempts[-1].gpus}

@@ -1,4 +1,4 @@
-"""Following a journal that another process writes."""
+"""Follows a journal that another process writes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["JournalTail"]
 
 
 class JournalTail:
-    """Reads the new lines of a journal, complete lines only.
+    """Reads the new, complete lines of a journal.
 
-    A run that is resumed has its journal cut back to a checkpoint, and a new file put in its place. Lines that are in
-    both are not given twice: a digest of every line that was read is kept.
+    When a run is resumed, its journal is cut back to a checkpoint and replaced by a new file. To return no line twice,
+    a digest of every line that was read is kept.
     """
 
     def __init__(self, path: Path) -> None:
@@ -27,12 +27,12 @@ class JournalTail:
         self._inode: int | None = None
 
     def read(self) -> list[JournalEntry]:
-        """The entries since the last call; none where there is no journal.
+        """Return the entries since the last call; empty if there is no journal.
 
-        A damaged line is left out: resuming the run cuts it off.
+        A damaged line is skipped: resuming the run cuts it off.
 
         Raises:
-            RunError: A known field of a known event is missing or holds another type.
+            RunError: A known field of a known event is missing or has another type.
         """
         try:
             file = open_regular(self._path)

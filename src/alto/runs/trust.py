@@ -1,7 +1,7 @@
-"""The files of a run may not decide whether foreign Python code is run, or where rows are sent.
+"""Keeps the files of a run from deciding whether foreign Python code is run, or where rows are sent.
 
-The task file that a user submits is the user's own statement. A run directory may be a colleague's, or have been
-downloaded; there the user who works on it has to give the permission, each time.
+A task file that a user submits is the user's own decision. A run directory may belong to a colleague, or may have been
+downloaded. So the user who works on a run must give the permission each time.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ __all__ = ["load_run_task"]
 
 
 def load_run_task(run: RunDir, *, trust_remote_code: bool, is_trained: bool = True) -> Task:
-    """The task of a run whose base model is about to be loaded.
+    """Return the task of a run whose base model is about to be loaded.
 
     Args:
         trust_remote_code: The caller's permission to run the Python code that comes with the base model. The code runs
-            only if the task's own key is set too. The same for a scorer that runs code or sends rows to a server.
-        is_trained: Whether the run is to be trained, so that its scorer may be used.
+            only if the task's own key is set too. The permission also covers a scorer that runs code or sends rows to a
+            server.
+        is_trained: Whether the run will be trained, so that its scorer may be used.
 
     Raises:
         UntrustedCodeError: The task sets the key, or has such a scorer, and the caller has not allowed it.

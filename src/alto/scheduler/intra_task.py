@@ -1,5 +1,7 @@
-"""Which jobs of a task are in the bank's slots now, and which of them train. Pure: the same in every replay, on every
-rank."""
+"""Decides which jobs of a task hold slots of the bank now, and which of them train.
+
+Pure: every replay and every rank decides the same.
+"""
 
 from __future__ import annotations
 
@@ -23,17 +25,17 @@ __all__ = ["plan_residents"]
 def plan_residents(demands: Iterable[JobDemand], limits: ResidentLimits) -> ResidentPlan:
     """Fill the slots with jobs that can train, as far as their tokens fit.
 
-    A resident that can train keeps its slot. Jobs without one come in decreasing batch size, those that share the batch
-    size of most residents first, so that jobs of equal length run side by side; among equals, jobs that have started
-    come before fresh ones, then the lower id. A job that does not fit does not block those after it; one that is larger
-    than the limit is admitted when no other job trains. A resident that waits at a rung is parked only when another job
-    needs its slot. What is left of the token limit goes to waiting jobs that may run ahead, those with a slot first.
+    A resident job that can train keeps its slot. Jobs without a slot are admitted in this order: first jobs with the
+    batch size of most residents, so that jobs of equal length run side by side; then by decreasing batch size; among
+    equals, started jobs before fresh ones, then the lower id. A job that does not fit does not block the jobs after it.
+    A job larger than the limit is admitted when no other job trains. A resident job that waits at a rung is parked only
+    when another job needs its slot. The remaining token limit goes to waiting jobs that may run ahead, those with a
+    slot first.
 
-    On several ranks, the jobs that are to have a slot are assigned to ranks afterwards
-    (`alto.scheduler.rank_assignment`).
+    On several ranks, the jobs that get a slot are then assigned to ranks (`alto.scheduler.rank_assignment`).
 
-    The plan depends only on its arguments, and not on the order of ``demands``; a second plan after it was carried out
-    changes nothing.
+    The plan depends only on its arguments, not on the order of ``demands``. Planning again after the plan was carried
+    out changes nothing.
     """
     demands = tuple(demands)
     training: list[JobDemand] = []
@@ -52,7 +54,7 @@ def plan_residents(demands: Iterable[JobDemand], limits: ResidentLimits) -> Resi
     residents = _Residents(limits, training, waiting)
     for demand in residents.within_share(sorted(training, key=preference)):
         residents.keep_or_park(demand)
-    # With all slots full of jobs that train, which is so at most steps, nothing is sorted.
+    # Usually all slots hold training jobs; then nothing needs to be sorted.
     if residents.has_slot:
         residents.admit_all(sorted(applicants, key=preference), usual)
         residents.run_ahead(sorted(certain, key=preference))
@@ -61,7 +63,7 @@ def plan_residents(demands: Iterable[JobDemand], limits: ResidentLimits) -> Resi
 
 
 class _Residents:
-    """The slots and the tokens of a plan in the making."""
+    """The slots and tokens of a plan while it is made."""
 
     def __init__(self, limits: ResidentLimits, training: Iterable[JobDemand], waiting: Iterable[JobDemand]) -> None:
         self._max_tokens = limits.max_tokens
@@ -87,8 +89,10 @@ class _Residents:
         return bool(self._free) and self._num_residents < self._share
 
     def within_share(self, training: Sequence[JobDemand]) -> Sequence[JobDemand]:
-        """The jobs of ``training`` that keep their slots within the share: waiting jobs lose theirs first, then the
-        last ones of ``training``."""
+        """Park jobs until the slots are within the share, and return the jobs of ``training`` that keep their slots.
+
+        Waiting jobs lose their slots first, then the last jobs of ``training``.
+        """
         while self._leavers and self._num_residents > self._share:
             self._park(self._leavers.pop(0), ParkReason.OVER_SHARE)
         num_kept = min(len(training), self._share)
@@ -97,14 +101,14 @@ class _Residents:
         return training[:num_kept]
 
     def keep_or_park(self, resident: JobDemand) -> None:
-        """A resident that can train does, unless a limit that was lowered is too low for it."""
+        """Keep a resident that can train, or park it if it exceeds a token limit that was lowered."""
         if self._fits(resident):
             self._count(resident)
         else:
             self._park(resident, ParkReason.OVER_LIMIT)
 
     def admit_all(self, applicants: Iterable[JobDemand], usual: int | None) -> None:
-        """Admit as many as fit, in their order."""
+        """Admit as many applicants as fit, in their order."""
         someone_passed = False
         for applicant in applicants:
             if not self.has_slot:
@@ -120,8 +124,8 @@ class _Residents:
                 self._admit(applicant, AdmitReason.SAME_BATCH_SIZE if same else AdmitReason.LARGEST_FIRST)
 
     def run_ahead(self, certain: Iterable[JobDemand]) -> None:
-        """Let waiting jobs train within what is left of the limit: those that kept their slots, then ``certain`` ones
-        without."""
+        """Let waiting jobs train within the remaining token limit: first those that kept their slots, then ``certain``
+        ones."""
         for resident in [leaver for leaver in self._leavers if leaver.may_run_ahead]:
             if self._fits(resident):
                 self._leavers.remove(resident)
@@ -161,11 +165,11 @@ class _Residents:
 
 
 def _usual_batch_size(training: Iterable[JobDemand]) -> int | None:
-    """The batch size of most jobs that train, the largest of equals; None if there are none."""
+    """Return the batch size of most training jobs, the largest one in a tie; None if there are none."""
     sizes = Counter(demand.batch_size for demand in training)
     return max(sizes, key=lambda size: (sizes[size], size), default=None)
 
 
 def _preference(usual: int | None) -> Callable[[JobDemand], tuple[bool, int, bool, str]]:
-    """Sorts those first that should be admitted first."""
+    """Return the sort key that puts the jobs to admit first."""
     return lambda demand: (demand.batch_size != usual, -demand.batch_size, not demand.has_started, demand.job)

@@ -1,8 +1,8 @@
-"""The last jobs of a task, when they are fewer than its ranks: on all ranks, or on as many as there are jobs. Pure.
+"""Forecasts the last jobs of a task, when there are fewer jobs than ranks: on all ranks, or on one rank per job. Pure.
 
-On all ranks, every job's rows are split, and each rank does the fixed work of a step for all jobs. On as few as
-there are jobs a step takes as long as that of the largest job alone, and the other GPUs are returned to the queue.
-Which is better follows from the measured duration of a step. Rungs that are still ahead end jobs on both ways.
+On all ranks, every job's rows are split, and each rank does the fixed work of a step for all jobs. On one rank per job,
+a step takes as long as the largest job's step alone, and the other GPUs are returned to the queue. The measured
+duration of a step tells which is better. In both cases, rungs ahead still end jobs.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class LastJob:
     """A remaining job.
 
     Attributes:
-        num_tokens: Tokens of one of its steps in expectation.
-        num_steps: Steps it still has to do if no rung ends it.
-        step: Steps it has done.
+        num_tokens: Expected tokens of one of its steps.
+        num_steps: Remaining steps if no rung ends it.
+        step: Steps done so far.
     """
 
     num_tokens: int
@@ -33,11 +33,11 @@ class LastJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LastJobsForecast:
-    """The remaining seconds of a task on fewer or all GPUs.
+    """The remaining seconds of a task on fewer GPUs and on all its GPUs.
 
     Attributes:
         num_gpus: The number of remaining jobs.
-        duration_s: Seconds on ``num_gpus`` GPUs, a job each.
+        duration_s: Seconds on ``num_gpus`` GPUs, one job on each.
         spread_duration_s: Seconds on all its GPUs.
     """
 
@@ -49,14 +49,15 @@ class LastJobsForecast:
 def forecast_last_jobs(
     jobs: Sequence[LastJob], throughput: Throughput, num_ranks: int, *, places: Sequence[tuple[float, int]] = ()
 ) -> LastJobsForecast | None:
-    """The remaining seconds on fewer and on all GPUs; None where there are no fewer jobs than ranks.
+    """Forecast the remaining seconds on fewer and on all GPUs; None unless there are fewer jobs than ranks.
 
     Args:
         jobs: The remaining jobs.
         throughput: Model of step durations on ``num_ranks`` ranks, with the jobs and tokens of all of them.
         num_ranks: Ranks of the task.
-        places: The share of a job's steps at which each rung lies, and how many jobs continue from it. Which ones is
-            not known yet: those with the most work ahead are taken, so that neither duration is underestimated.
+        places: For each rung, its progress as a share of a job's steps, and the number of jobs that continue. It is not
+            known yet which jobs continue: the jobs with the most remaining work are assumed, so that neither duration
+            is underestimated.
     """
     if not 0 < len(jobs) < num_ranks:
         return None
@@ -77,7 +78,7 @@ def forecast_last_jobs(
 
 
 def _steps_to_its_end(job: LastJob, index: int, places: Sequence[tuple[float, int]]) -> int:
-    """Steps until the first rung ahead of ``job`` from which ``index`` jobs or fewer continue."""
+    """Return the steps until the first rung ahead of ``job`` from which ``index`` jobs or fewer continue."""
     total_steps = job.step + job.num_steps
     ends = [math.ceil(round(progress * total_steps, 9)) - job.step for progress, count in places if count <= index]
     return min([job.num_steps, *(steps for steps in ends if steps > 0)])

@@ -1,5 +1,8 @@
-"""Assigns the jobs of a plan to ranks: each to one rank, balanced, or each to all ranks (data parallel). Pure: the same
-on every rank."""
+"""Assigns the jobs of a plan to ranks: each job to one rank, with balanced load, or each job to all ranks (data
+parallel).
+
+Pure: every rank computes the same assignment.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +24,11 @@ __all__ = ["assign_slots"]
 
 
 def assign_slots(plan: ResidentPlan, demands: Iterable[JobDemand], limits: ResidentLimits) -> ResidentPlan:
-    """``plan``, which was made for a single bank, with its slots assigned to ranks of about equal load.
+    """Return ``plan``, which was made for a single bank, with its slots assigned to ranks of about equal load.
 
-    Jobs with a slot and training jobs stay as planned. Training jobs are moved to balance their ranks (`assign_ranks`);
-    a waiting job keeps its slot if training jobs do not need it, and else moves to a rank with a free slot. Jobs that
-    are fewer than the ranks train data parallel on all of them, once none waits any more.
+    Jobs with a slot and training jobs stay as planned. Training jobs are moved to balance the ranks (`assign_ranks`). A
+    waiting job keeps its slot unless training jobs need it; then it moves to a rank with a free slot. If there are
+    fewer jobs than ranks and no job waits, every job trains data parallel on all ranks.
 
     Args:
         plan: Plan of resident jobs.
@@ -42,7 +45,7 @@ def assign_slots(plan: ResidentPlan, demands: Iterable[JobDemand], limits: Resid
         limits.may_data_parallel and len(training) == len(demands) and _gain_by_data_parallelism(training, slots)
     )
     if is_data_parallel:
-        rank_of = {demand.job: 0 for demand in training}  # where the slot that is named lies; the others are alike
+        rank_of = {demand.job: 0 for demand in training}  # the slot is named on rank 0; other ranks use the same one
     else:
         rank_of = assign_ranks((_demand_of(demand, slots) for demand in training), slots)
         rank_of |= _make_way(rank_of, [demand for demand in holders if demand.job not in rank_of], slots)
@@ -67,14 +70,15 @@ def assign_slots(plan: ResidentPlan, demands: Iterable[JobDemand], limits: Resid
 
 
 def _gain_by_data_parallelism(training: Sequence[JobDemand], slots: RankSlots) -> bool:
-    """Whether ranks would be idle otherwise, every bank has a slot for each, and some job has several rows a step."""
+    """Return whether ranks would be idle otherwise, every bank has a slot for each job, and some job has several rows a
+    step."""
     return (
         len(training) < slots.num_ranks and len(training) <= slots.per_rank and any(d.batch_size > 1 for d in training)
     )
 
 
 def _rank_of(demand: JobDemand, slots: RankSlots) -> int | None:
-    """The rank whose bank has the job; None where none has it, or all have."""
+    """Return the rank whose bank has the job; None if no bank has it, or all have it."""
     return None if demand.slot is None or demand.is_data_parallel else slots.rank_of(demand.slot)
 
 
@@ -83,7 +87,7 @@ def _demand_of(demand: JobDemand, slots: RankSlots) -> RankDemand:
 
 
 def _make_way(rank_of: Mapping[str, int], waiting: Iterable[JobDemand], slots: RankSlots) -> dict[str, int]:
-    """A rank for each of ``waiting``, in slots that jobs with the ranks ``rank_of`` leave free: its own rank where
+    """Find a rank for each job of ``waiting`` in the slots that the jobs of ``rank_of`` leave free: its own rank if
     possible."""
     num_taken = Counter(rank_of.values())
     found: dict[str, int] = {}
@@ -102,6 +106,6 @@ def _make_way(rank_of: Mapping[str, int], waiting: Iterable[JobDemand], slots: R
 
 
 def _first_free(rank: int, slots: RankSlots, taken: Collection[int | None]) -> int:
-    """The first slot of ``rank`` that is not ``taken``."""
+    """Return the first slot of ``rank`` that is not ``taken``."""
     first = rank * slots.per_rank
     return next(slot for slot in range(first, first + slots.per_rank) if slot not in taken)

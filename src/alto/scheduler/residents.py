@@ -1,4 +1,4 @@
-"""The types of admission: what jobs need, what the bank allows, and a plan of which job has which slot."""
+"""The types of admission: the needs of jobs, the limits of the bank, and the plan that gives jobs their slots."""
 
 from __future__ import annotations
 
@@ -19,11 +19,14 @@ __all__ = [
 class AdmitReason(StrEnum):
     """Why a job gets a slot.
 
-    ``same_batch_size``: most residents have its batch size. ``largest_first``: none that could be admitted is larger.
-    ``fills_up``: those it was preferred to are too large for the tokens that are left. ``alone``: it is larger than the
-    limit, and no other job trains. ``runs_ahead``: it is certain to be kept at its rung, and no other job can use the
-    capacity. ``balances``: it leaves a rank that has more to do than this one, or all ranks, or frees a slot for one
-    that does. ``data_parallel``: jobs are fewer than ranks, and so each of them trains on all ranks.
+    - ``same_batch_size``: it has the batch size of most residents.
+    - ``largest_first``: no job that could be admitted is larger.
+    - ``fills_up``: the jobs preferred to it are too large for the remaining tokens.
+    - ``alone``: it is larger than the limit, and no other job trains.
+    - ``runs_ahead``: it is certain to be kept at its rung, and no other job can use the capacity.
+    - ``balances``: it leaves a rank with more load than this one, or stops training data parallel on all ranks, or
+      makes room for a job that does.
+    - ``data_parallel``: there are fewer jobs than ranks, so each job trains on all ranks.
     """
 
     SAME_BATCH_SIZE = "same_batch_size"
@@ -38,9 +41,10 @@ class AdmitReason(StrEnum):
 class ParkReason(StrEnum):
     """Why a job loses its slot.
 
-    ``slot_wanted``: it waits at its rung, and another can train. ``over_limit``: the residents have more tokens than
-    the limit, which was lowered. ``over_share``: the slots of its task have become fewer. ``rebalanced``: it is
-    put at once into a slot of another rank, or of all.
+    - ``slot_wanted``: it waits at its rung, and another job can train.
+    - ``over_limit``: the residents have more tokens than the limit, which was lowered.
+    - ``over_share``: its task now has fewer slots.
+    - ``rebalanced``: it moves at once to a slot of another rank, or of all ranks.
     """
 
     SLOT_WANTED = "slot_wanted"
@@ -54,14 +58,13 @@ class JobDemand:
     """A job that has not ended.
 
     Attributes:
-        job: Job id.
         batch_size: Rows of one of its steps.
-        num_tokens: Tokens of one of its steps in expectation, rounded up.
+        num_tokens: Expected tokens of one of its steps, rounded up.
         slot: Its slot; None if it is pending or parked.
-        is_data_parallel: Its rows are split over all ranks; it has the same local slot on each of them.
-        is_waiting: It has reached a rung that the others have not.
-        may_run_ahead: It waits, but is certain to be kept, so it may continue in an idle slot.
-        has_started: It has trained before.
+        is_data_parallel: Whether its rows are split over all ranks; it then has the same local slot on each rank.
+        is_waiting: Whether it waits at a rung that other jobs have not reached.
+        may_run_ahead: Whether it waits but is certain to be kept, so it may continue in an idle slot.
+        has_started: Whether it has trained before.
     """
 
     job: str
@@ -76,15 +79,15 @@ class JobDemand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResidentLimits:
-    """How many jobs may be resident, and how many may train.
+    """Limits on the jobs that are resident and on the jobs that train.
 
     Attributes:
         num_slots: Slots of the bank.
-        taken: Slots that jobs of other tasks in the same bank have.
-        share: Most slots that this task may have at a time; None sets no limit.
-        max_tokens: Tokens that a step of all jobs together may have in expectation; None sets no limit.
-        num_ranks: Ranks that the slots are divided among, equally; see `RankSlots`.
-        may_data_parallel: Whether jobs that are fewer than the ranks may train data parallel on all of them.
+        taken: Slots that jobs of other tasks hold in the same bank.
+        share: Most slots that this task may hold at a time; None sets no limit.
+        max_tokens: Most expected tokens of a step of all jobs together; None sets no limit.
+        num_ranks: Ranks among which the slots are divided equally; see `RankSlots`.
+        may_data_parallel: Whether jobs may train data parallel on all ranks when there are fewer jobs than ranks.
     """
 
     num_slots: int
@@ -105,11 +108,10 @@ class Parking:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
-    """A job that gets a slot; one that is data parallel gets the same local slot on every rank, ``slot`` being the
-    first's.
+    """A job that gets a slot; a data-parallel job gets the same local slot on every rank, and ``slot`` is the first
+    rank's.
 
     Attributes:
-        job: Job id.
         slot: Slot, numbered over all ranks.
         reason: Why it gets the slot.
         is_data_parallel: Whether all ranks train it.
@@ -123,11 +125,11 @@ class Admission:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResidentPlan:
-    """The changes, in this order, and the waiting jobs that train besides the other residents.
+    """The jobs to park, then the jobs to admit, and the waiting jobs that train besides the other residents.
 
     Attributes:
         park: Jobs that leave their slots.
-        admit: Jobs that get one.
+        admit: Jobs that get a slot.
         ahead: Waiting jobs with a slot that continue before their rung is decided.
     """
 

@@ -1,4 +1,4 @@
-"""What a search knows of a configuration that was tried."""
+"""The record of a configuration that a search has tried."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["Trial"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One configuration, and how far it came.
+    """One configuration and its progress.
 
     Attributes:
-        values: Its place in the search space: canonical names to values as the space spells them.
+        values: Its point in the search space: values by canonical name, spelled as in the space.
         losses: Its value at every rung that it has reached, at exactly equal shares of the steps; lower is better.
-        final: Its best value, once it has done all its steps; None before.
-        has_ended: It trains no more.
-        is_infeasible: It ended because it does not fit into memory.
+        final: Its best value once it has done all its steps; None before.
+        has_ended: Whether it no longer trains.
+        is_infeasible: Whether it ended because it does not fit into memory.
     """
 
     values: Mapping[str, Any]

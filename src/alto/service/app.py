@@ -1,4 +1,4 @@
-"""The web application: every route, and what all requests pass."""
+"""The web application: all routes, error handlers and middleware."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["create_app"]
 
 
 def create_app(service: Service, coordinator: Coordinator | None = None) -> FastAPI:
-    """The application that answers for ``service``; ``coordinator`` is that of this process, where it has one."""
+    """Return the application that serves ``service``; ``coordinator`` is this process's coordinator, if it has one."""
     app = FastAPI(title="ALTO", version=__version__, docs_url=None, redoc_url=None)
     app.state.service, app.state.coordinator = service, coordinator
     app.state.model_exports = ModelExports(service)

@@ -1,4 +1,4 @@
-"""What the parts of a running service share."""
+"""Objects that the parts of a running service share."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["Limits", "Service", "ServiceOf", "service_of"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a tenant may use at most; None sets no limit."""
+    """Limits of a tenant; None means unlimited."""
 
     max_gpus: int | None
     max_tasks: int | None
@@ -36,17 +36,16 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Service:
-    """A service, as the handlers of its requests and its coordinator have it.
+    """A running service, as its request handlers and its coordinator use it.
 
     Attributes:
-        settings: How it is set up.
-        store: Its database, migrated.
-        artefacts: Where files and adapters are kept.
-        rates: Requests of tenants.
-        histories: Of runs, as their journals are now.
-        previews: Of the rows of drafts.
+        store: The migrated database.
+        artefacts: Storage of files and adapters.
+        rates: Rate limiter for tenants' requests.
+        histories: Cached histories of runs.
+        previews: Cached previews of drafts' rows.
         refusals: Requests that were refused while the database did not answer.
-        work: Set where the coordinator has something to do.
+        work: Set when the coordinator has something to do.
     """
 
     settings: ServiceSettings
@@ -59,17 +58,17 @@ class Service:
     work: threading.Event = field(default_factory=threading.Event)
 
     def limits_of(self, tenant: Tenant | None) -> Limits:
-        """The limits of a tenant, or those of the settings where it has none of its own."""
+        """Return the limits of a tenant; the settings supply limits that it does not have itself."""
         names = ("max_gpus", "max_tasks", "max_bytes", "requests_per_s")
         found = {name: getattr(tenant, name, None) for name in names}
         return Limits(**{name: getattr(self.settings, name) if found[name] is None else found[name] for name in names})
 
     def run_of(self, job: JobRow) -> Path:
-        """Folder of the run of a job; it has everything of it, so that deleted files do not matter."""
+        """Return the run folder of a job. It holds copies of the job's files, so deleted uploads do not affect it."""
         return self.settings.root / "runs" / job.tenant / job.id
 
     def run_bytes(self, tenant: str) -> int:
-        """Bytes of the files in the folders of all runs of a tenant; one that is removed meanwhile does not count."""
+        """Return the total size of a tenant's run folders in bytes; files that are removed meanwhile do not count."""
         found = 0
         for folder, _, names in os.walk(self.settings.root / "runs" / tenant):
             for name in names:
@@ -78,17 +77,17 @@ class Service:
         return found
 
     def tenant(self, session: Session, caller: Caller) -> Tenant | None:
-        """The row of the caller's tenant; None for the one that needs no key."""
+        """Return the row of the caller's tenant; None if the tenant has no row."""
         return session.get(Tenant, caller.tenant)
 
     @property
     def open_caller(self) -> Caller:
-        """Who asks without a key, where none is needed."""
+        """The caller of requests without a key, if no key is needed."""
         return Caller(tenant=DEFAULT_TENANT, scopes=frozenset(SCOPES))
 
 
 def service_of(request: Request) -> Service:
-    """The service that a request was sent to."""
+    """Return the service that a request was sent to."""
     found: Service = request.app.state.service
     return found
 

@@ -1,5 +1,5 @@
-"""Where the control planes of a service keep their journals: each leader has a folder of its own, so that one that
-stands still keeps nobody waiting."""
+"""Journal folders of a service's control planes. Each leader has its own folder, so a leader that hangs does not block
+the next one."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _CONTROL = "control"
 
 
 def control_folder(root: Path, epoch: int) -> Path:
-    """Folder of the leader of an epoch; ``root`` is the data folder."""
+    """Return the folder for the leader of an epoch; ``root`` is the data folder."""
     return root / _CONTROL / f"{epoch:08d}"
 
 
 def newest_journal(root: Path) -> Path | None:
-    """The journal of the latest leader; None before there was one."""
+    """Return the journal of the latest leader; None if there was no leader yet."""
     found = sorted((root / _CONTROL).glob("*/journal.jsonl"))
     return found[-1] if found else None

@@ -1,4 +1,4 @@
-"""The database of a service, opened and migrated."""
+"""Opening and migrating the service's database."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _LOG = logging.getLogger("alto.service")
 
 @contextlib.contextmanager
 def opened_store(settings: ServiceSettings) -> Iterator[Store]:
-    """The database, in the form of this version, until the block is left; its folder is for this user alone, also
-    where it was there before.
+    """Yield the migrated database and close it afterwards. The data folder becomes private to this user, even if it
+    existed before; if it belongs to another user, only log a warning.
 
     Raises:
         ServiceError: The folder or the database cannot be used.
@@ -42,7 +42,7 @@ def opened_store(settings: ServiceSettings) -> Iterator[Store]:
 
 
 def _close_to_others(folder: Path) -> None:
-    """Take the rights of all other users to a folder; of one that belongs to another user, say that they have some."""
+    """Make a folder private to this user; log a warning if it belongs to another user and others can access it."""
     state = folder.stat()
     if not state.st_mode & 0o077:
         return

@@ -1,4 +1,4 @@
-"""Histories of runs, folded again only where their journals have changed."""
+"""Cached histories of runs, rebuilt only if their journals have changed."""
 
 from __future__ import annotations
 
@@ -20,31 +20,32 @@ _State: TypeAlias = tuple[int, int, int]
 
 
 class Histories:
-    """The histories of runs that were asked for lately; none of them may be changed. Used by any thread."""
+    """A cache of recent run histories, which callers must not change. Thread-safe."""
 
     def __init__(self) -> None:
         self._histories: _Lately[Path, RunHistory] = _Lately(_MOST_HISTORIES)
         self._figures: _Lately[tuple[Path, Hashable], object] = _Lately(_MOST_FIGURES)
 
     def read(self, run: Path) -> RunHistory:
-        """The history of a run; an empty one where it has no journal yet.
+        """Return the history of a run; an empty one if it has no journal yet.
 
         Raises:
-            RunError: Its journal is damaged.
+            RunError: The journal is damaged.
         """
         state = _state_of(run)
         return RunHistory() if state is None else self._histories.get(run, state, lambda: read_history(run))
 
     def figures(self, run: Path, of: Hashable, make: Callable[[RunHistory], T]) -> T:
-        """A few numbers of a run, kept for far more runs than histories are, so that long lists of runs are cheap.
+        """Return a few numbers of a run. Many more runs are cached here than histories, so long lists of runs are
+        cheap.
 
         Args:
             run: Its folder.
-            of: What else the numbers depend on.
-            make: Makes them from the history of the run; not called where its journal is as it was.
+            of: Anything else that the numbers depend on.
+            make: Computes the numbers from the run's history; not called if the journal is unchanged.
 
         Raises:
-            RunError: Its journal is damaged.
+            RunError: The journal is damaged.
         """
         state = _state_of(run)
         if state is None:
@@ -57,7 +58,7 @@ K = TypeVar("K")
 
 
 class _Lately(Generic[K, T]):
-    """Values that were asked for lately, each with the state of the file that it was made from."""
+    """A cache of recent values, each with the state of the file that it was computed from."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -80,7 +81,7 @@ class _Lately(Generic[K, T]):
 
 
 def _state_of(run: Path) -> _State | None:
-    """Changes with the journal of a run; None where it has none yet."""
+    """Return a value that changes with the journal of a run; None if it has no journal yet."""
     try:
         found = (run / "journal.jsonl").stat()
     except FileNotFoundError:

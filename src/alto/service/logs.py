@@ -1,4 +1,4 @@
-"""Logs: one line an event, without keys, bodies and queries."""
+"""Logs with one line per event, without keys, bodies and query strings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _OWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
 
 
 def configure_logs(*, as_json: bool, level: int = logging.INFO) -> None:
-    """Write the logs of the service and of its server to the standard error; of all other packages, warnings."""
+    """Write the logs of the service and of its web server to stderr, and only warnings of all other packages."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonLines() if as_json else _Lines())
     for name in ("alto.service", "uvicorn.error"):
@@ -27,7 +27,7 @@ def configure_logs(*, as_json: bool, level: int = logging.INFO) -> None:
 
 
 def _facts_of(record: logging.LogRecord) -> dict[str, Any]:
-    """What a line says beside its message; names with an underscore in front are those of other packages (Ray's)."""
+    """Return a record's extra fields, except names with a leading underscore, which belong to other packages (Ray)."""
     facts = vars(record).items()
     return {key: value for key, value in facts if key not in _OWN and not key.startswith("_") and value is not None}
 

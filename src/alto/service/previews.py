@@ -1,4 +1,4 @@
-"""Rows of drafts as the model sees them, tokenised again only where that could change them."""
+"""Previews of a draft's rows as the model sees them, tokenised again only if the preview could change."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ __all__ = ["Previews"]
 
 _MOST = 32
 _MOST_AT_ONCE = 2
-"""Drafts that tokenise rows at a time."""
+"""Maximum number of drafts whose rows are tokenised at the same time."""
 _MOST_WAITING = 8
-"""Each that waits has a thread of the server."""
+"""Maximum number of waiting drafts; each occupies a thread of the server."""
 
 _NOT_OF_ROWS = frozenset({"name", "dataset", "validation_dataset", "token_cache"})
-"""Keys about data that do not change what is shown of the same files."""
+"""Data keys that do not change how the rows of given files are shown."""
 
 
 class Previews:
-    """Previews that were made lately. Used by any thread."""
+    """A cache of recent previews. Thread-safe."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[str, DataPreview] = OrderedDict()
@@ -35,16 +35,14 @@ class Previews:
         self._num_open = 0
 
     def preview(self, task: Task, files: Sequence[str], *, num_rows: int) -> DataPreview:
-        """The first ``num_rows`` rows of ``task``, and counts of all.
+        """Return the first ``num_rows`` rows of ``task`` as the model sees them, and counts over all rows.
 
         Args:
-            task: The task.
-            files: A digest of the content of each of its files.
-            num_rows: Number of rows that are shown.
+            files: A digest of the content of each of the task's files.
 
         Raises:
-            AltoError: What is wrong with the rows.
-            ApiError: Too many others are being made.
+            AltoError: The rows cannot be used.
+            ApiError: Too many previews are being computed.
         """
         key = _key(task, files, num_rows)
         shown = self._found(key)
@@ -71,7 +69,7 @@ class Previews:
             self._num_open += 1
         try:
             with self._turns:
-                shown = self._found(key)  # another one may have made it meanwhile
+                shown = self._found(key)  # another thread may have made it meanwhile
                 if shown is None:
                     shown = preview_data(task, num_rows=num_rows)
                     self._keep(key, shown)
@@ -88,7 +86,8 @@ class Previews:
 
 
 def _key(task: Task, files: Sequence[str], num_rows: int) -> str:
-    """Everything that a preview depends on, and whose it is: what another tenant has looked at takes as long again."""
+    """Return a key of everything that a preview depends on, and of the tenant: response times must not reveal what
+    another tenant has looked at."""
     values = task.model_dump(mode="json", include=set(DataKeys.model_fields) - _NOT_OF_ROWS)
     return json.dumps(
         [task.tenant, values, task.base_model.key(), task.method, list(files), num_rows], sort_keys=True, default=str

@@ -31,7 +31,7 @@ __all__ = ["listening", "opened_service", "running", "serve"]
 
 @contextlib.contextmanager
 def opened_service(settings: ServiceSettings) -> Iterator[Service]:
-    """The service of ``settings``: its folders made, its database migrated; until the block is left.
+    """Yield the service of ``settings``, with its folders created and its database migrated; close it afterwards.
 
     Raises:
         ServiceError: The folder or the database cannot be used.
@@ -44,7 +44,7 @@ def opened_service(settings: ServiceSettings) -> Iterator[Service]:
 
 @contextlib.contextmanager
 def running(service: Service) -> Iterator[FastAPI]:
-    """The application, with a coordinator beside it until the block is left."""
+    """Yield the application, and run a coordinator until the block is left."""
     coordinator = Coordinator(service, Leadership(service.store), lambda epoch: _plane(service.settings, epoch))
     app = create_app(service, coordinator)
     coordinator.start()
@@ -56,10 +56,10 @@ def running(service: Service) -> Iterator[FastAPI]:
 
 @contextlib.contextmanager
 def listening(settings: ServiceSettings) -> Iterator[list[socket.socket]]:
-    """Sockets at the address and the port of ``settings``, until the block is left.
+    """Yield sockets bound to the host and port of ``settings``; close them afterwards.
 
     Raises:
-        ServiceError: The port is in use, or the address is not one of this machine.
+        ServiceError: The port is in use or not permitted, or the address does not belong to this machine.
     """
     with contextlib.ExitStack() as opened:
         try:
@@ -70,13 +70,13 @@ def listening(settings: ServiceSettings) -> Iterator[list[socket.socket]]:
 
 
 def serve(settings: ServiceSettings, *, on_ready: Callable[[str], None] = lambda url: None) -> None:
-    """Answer requests until a signal ends the process; then running executors save and end.
+    """Answer requests until a signal ends the process; running executors then save and end.
 
     Args:
-        on_ready: Called with the address once requests are answered.
+        on_ready: Called with the service's address once requests are answered.
 
     Raises:
-        ServiceError: It would listen beyond this machine without keys; or as of :func:`opened_service` and
+        ServiceError: Other machines can reach the host and there are no keys; see also :func:`opened_service` and
             :func:`listening`.
     """
     configure_logs(as_json=settings.json_logs)
@@ -87,13 +87,13 @@ def serve(settings: ServiceSettings, *, on_ready: Callable[[str], None] = lambda
                     f"host: expected an address of this machine alone, such as 127.0.0.1, while there are no keys, "
                     f"found {settings.host}; make a key first with: alto keys create"
                 )
-        # The port comes first: a server that cannot answer must not begin to lead.
+        # Bind the port first: a server that cannot answer requests must not become the leader.
         with listening(settings) as sockets, running(service) as app:
             _Server(app, on_ready).run(sockets)
 
 
 class _Server(uvicorn.Server):
-    """Says when it answers."""
+    """A uvicorn server that reports when it answers requests."""
 
     def __init__(self, app: FastAPI, on_ready: Callable[[str], None]) -> None:
         super().__init__(
@@ -109,8 +109,8 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Ends by a signal as asked, and does not send it to itself once more, as uvicorn does: executors are to save
-        first. A second signal has its usual effect."""
+        """Handle signals by ending the server. Unlike uvicorn, do not raise the signal again afterwards, because
+        executors must save first. A second signal has its usual effect."""
         before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
@@ -126,7 +126,7 @@ class _Server(uvicorn.Server):
 
 
 def _bound(host: str, port: int, opened: contextlib.ExitStack) -> list[socket.socket]:
-    """A socket for each address of ``host``, as "localhost" has two; ``opened`` closes them."""
+    """Return a socket bound to each address of ``host`` ("localhost" has two); ``opened`` closes them."""
     found: list[socket.socket] = []
     refusal: OSError | None = None
     addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -135,14 +135,14 @@ def _bound(host: str, port: int, opened: contextlib.ExitStack) -> list[socket.so
         each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
             each.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        # Where any free port will do, all sockets have that of the first.
+        # If any free port will do (port 0), all sockets use the port of the first.
         taken = found[0].getsockname()[1] if found else port
         try:
             each.bind((address[0], taken, *address[2:]))
         except OSError as error:
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
-            refusal = error  # a name may have an address that this machine has not
+            refusal = error  # a host name may have an address that this machine lacks
         else:
             found.append(each)
     if not found:
@@ -151,7 +151,7 @@ def _bound(host: str, port: int, opened: contextlib.ExitStack) -> list[socket.so
 
 
 def _unusable(settings: ServiceSettings, error: OSError) -> str:
-    """Why it cannot listen."""
+    """Return an error message that says why the service cannot listen."""
     if error.errno == errno.EADDRINUSE:
         return (
             f"port: expected a free port, found that another program listens on {settings.port} of {settings.host}; "

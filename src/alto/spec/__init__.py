@@ -1,4 +1,4 @@
-"""Specifications: tasks, their search spaces and jobs, and their files. Without torch."""
+"""Specifications: tasks, their search spaces and jobs, and their files. Nothing here imports torch."""
 
 from alto.spec.base_model import BaseModelSpec, Quantisation
 from alto.spec.early_exit import EarlyExit

@@ -1,13 +1,13 @@
-"""Usual learning rates: what others found to be good, the search space ``auto`` around it, and draws near it.
+"""Usual learning rates: published good values, the search space ``auto`` around them, and samples near them.
 
 Sources: J. Schulman and Thinking Machines Lab, "LoRA Without Regret" (2025), and the recipe of their Tinker cookbook:
 with adapters on all layers and ``lora_alpha`` 32, the best learning rate is about ten times that of full fine-tuning,
 hardly depends on the rank, and falls with the hidden size as ``5e-4 * (2000 / hidden_size) ** 0.781``, fitted on Llama
-models. The cookbook's later sweeps find the best rate of 34 models out of 34, with hidden sizes of 2,048 to more than
-8,192, between 3e-4 and 1e-3: it hardly falls further, so that the usual rate is never below 3e-4. arXiv:2602.06204
-derives why: with ``lora_alpha`` fixed, so that the scale falls as ``1 / r``, the best rate does not change with the
-rank; with ``lora_alpha`` in proportion to it, it falls as ``1 / r``. Methods that learn which replies are better take a
-tenth: TRL's examples of DPO with LoRA train at 5e-6 to 5e-5.
+models. In the cookbook's later sweeps, the best rate of all 34 models, with hidden sizes of 2,048 to more than 8,192,
+is between 3e-4 and 1e-3. It hardly falls further with size, so the usual rate is never below 3e-4. arXiv:2602.06204
+derives why the rank hardly matters: with ``lora_alpha`` fixed, the scale falls as ``1 / r`` and the best rate does not
+change with the rank; with ``lora_alpha`` proportional to the rank, the best rate falls as ``1 / r``. Methods that learn
+which replies are better use a tenth of the rate: TRL's examples of DPO with LoRA train at 5e-6 to 5e-5.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _BATCH_SIZES = (2, 4, 8)
 _LORA_ALPHA = 32
 _NUM_RATES = 5
 _SPREAD = 3.0
-"""Factor of one standard deviation of the rates that a search begins with."""
+"""Factor that is one standard deviation of the first learning rates of a search, in the logarithm."""
 _UNMOVED = 4
-"""Every so many of these rates stays uniform over the whole range, so that an unusual optimum is still found."""
+"""Every fourth of these rates stays uniform over the whole range, so that an unusual optimum is still found."""
 _LEAST_SHARE = 1e-9
 
 
@@ -42,7 +42,6 @@ def usual_learning_rate(hidden_size: int, *, compares_replies: bool = False) -> 
     """Return the learning rate that is usually good for a base model of ``hidden_size``, for any rank.
 
     Args:
-        hidden_size: Hidden size of the base model.
         compares_replies: Whether the method learns which replies are better.
     """
     rate = max(_LEAST_RATE, _REFERENCE_RATE * math.pow(_REFERENCE_SIZE / hidden_size, _EXPONENT))
@@ -52,15 +51,15 @@ def usual_learning_rate(hidden_size: int, *, compares_replies: bool = False) -> 
 def auto_space(
     hidden_size: int | None = None, fixed: Collection[str] = (), *, compares_replies: bool = False
 ) -> SearchSpace:
-    """Learning rates up to five times above and below the usual one, ranks and batch sizes.
+    """Return learning rates up to five times above and below the usual one, with ranks and batch sizes.
 
     Args:
-        hidden_size: Of the base model; None where it is not known yet: then the ranges are those of 2,000.
+        hidden_size: Hidden size of the base model. None means that it is not known yet; the ranges for 2,000 are used.
         fixed: Fields that the task sets for all jobs; they do not vary.
         compares_replies: Whether the method learns which replies are better.
     """
     usual = usual_learning_rate(hidden_size or _REFERENCE_SIZE, compares_replies=compares_replies)
-    # Rounded, as it is written into files.
+    # Rounded, because it is written into files.
     least, most = (float(f"{rate:.3g}") for rate in (usual / _FACTOR, usual * _FACTOR))
     rates = Sampled(min=least, max=most, log=True, num=_NUM_RATES, is_integer=False)
     axes = (
@@ -74,14 +73,14 @@ def auto_space(
 
 
 def near_usual_rate(drawn: Sequence[dict[str, Any]], space: SearchSpace, rate: float) -> list[dict[str, Any]]:
-    """Return configurations drawn from ``space``, three of four with a learning rate near ``rate``.
+    """Return the configurations ``drawn`` with the learning rate of three out of four moved near ``rate``.
 
-    The uniform draws become those of a log-normal distribution around ``rate``, cut off at the ends of the range; all
-    other values stay. So do all, where the learning rate has no logarithmic range of its own that ``rate`` is in.
+    The uniform samples are mapped to a log-normal distribution around ``rate``, truncated to the range. All other
+    values stay. Nothing changes unless the learning rate has a logarithmic range of its own that contains ``rate``.
 
     Args:
-        drawn: Configurations, as :meth:`SearchSpace.sample` draws them.
-        space: Their search space.
+        drawn: Configurations drawn by :meth:`SearchSpace.sample`.
+        space: The search space they were drawn from.
         rate: The usual learning rate for the base model.
     """
     given = next((group[0].values for group in space.groups if [axis.key for axis in group] == ["learning_rate"]), None)
@@ -89,7 +88,7 @@ def near_usual_rate(drawn: Sequence[dict[str, Any]], space: SearchSpace, rate: f
         return list(drawn)
     least_rate, most_rate = given.min, given.max
     if most_rate < _SPREAD * least_rate:
-        return list(drawn)  # near everywhere
+        return list(drawn)  # every rate in the range is near
     low, high = math.log(least_rate), math.log(most_rate)
     near = NormalDist(math.log(rate), math.log(_SPREAD))
     least, most = near.cdf(low), near.cdf(high)

@@ -1,4 +1,4 @@
-"""Which frozen base model is loaded, and how."""
+"""The frozen base model of a task, and how it is loaded."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Quantisation = Literal["none", "4bit", "8bit"]
 
 QUANTISATION_KEYS: Mapping[Quantisation, str] = {"4bit": "load_in_4bit", "8bit": "load_in_8bit"}
-"""The key that sets a quantisation: in tasks, in the journal and in files of metrics, and in transformers."""
+"""The key for each quantisation, in tasks, in the journal, in metrics files and in transformers."""
 
 LOAD_IN_4BIT = f"{QUANTISATION_KEYS['4bit']}: true"
-"""The line of a task file that sets 4 bits, for the remedies of errors."""
+"""The line of a task file that loads the model in 4 bits; error messages suggest it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseModelSpec:
-    """A base model and how it is loaded. Equal specifications load equal bases, as long as the files stay the same.
+    """A base model and how it is loaded. Equal specifications load equal models as long as the files do not change.
 
     Attributes:
         id: A model shipped with ALTO, a hub id, or a local folder.
-        dtype: Precision of the weights; ``auto`` is float32 on the CPU and the model's own on CUDA.
-        quantisation: Keep the linear layers, but not the output head, quantised by bitsandbytes: ``4bit`` is NF4 with
-            double quantisation, ``8bit`` one byte a number with a scale a row. ``none`` keeps the model as it is on
+        dtype: Precision of the weights; ``auto`` is float32 on the CPU and the model's own dtype on CUDA.
+        quantisation: How bitsandbytes quantises the linear layers, except the output head: ``4bit`` is NF4 with double
+            quantisation, ``8bit`` one byte per weight with one scale per row. ``none`` keeps the model as it is on
             disk, quantised or not.
-        torch_compile: Compile the layers: fewer, larger launches, after compilation in the first steps.
-        use_safetensors: Read safetensors weights; False reads pickle files instead, of which transformers takes tensors
-            and nothing else.
-        trust_remote_code: Run Python code that comes with the model, where transformers has none for it.
-        chat_template: Text of a template in place of its tokenizer's own; None keeps that.
-        objects: Model and tokenizer that are used as they are; None where they are loaded. They are not part of
-            :meth:`key` and :meth:`task_keys`.
+        torch_compile: Compile the layers: fewer and larger launches, but the first steps include the compilation.
+        use_safetensors: Read safetensors weights; False reads pickle files instead, from which transformers loads only
+            tensors.
+        trust_remote_code: Run Python code that comes with the model if transformers has no code for it.
+        chat_template: Text of a chat template that replaces the tokenizer's own; None keeps the tokenizer's.
+        objects: A model and a tokenizer that are already loaded; None if they are loaded from ``id``. They are not part
+            of :meth:`task_keys`, and :meth:`key` holds only their fingerprint.
     """
 
     id: str
@@ -57,22 +57,24 @@ class BaseModelSpec:
     objects: BaseObjects | None = field(default=None, repr=False)
 
     def key(self) -> dict[str, Any]:
-        """All fields as plain values, for the key of a cache: different specifications have different keys. A model
-        that nothing loads has its fingerprint there."""
+        """Return all fields as plain values, for a cache key: different specifications have different keys.
+
+        A model that cannot be loaded by its ``id`` is represented by its fingerprint.
+        """
         values = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "objects"}
         if self.chat_template is None:
-            del values["chat_template"]  # as before there was such a field
+            del values["chat_template"]  # keeps the keys from before this field existed
         if self.objects is not None and is_object_name(self.id) and self.objects.fingerprint is not None:
             values["object"] = {name: self.objects.fingerprint[name] for name in ("weights", "config")}
         return values
 
     @property
     def is_loadable(self) -> bool:
-        """Whether its name loads it, in any process."""
+        """Whether any process can load the model by its ``id``."""
         return not is_object_name(self.id)
 
     def task_keys(self) -> dict[str, Any]:
-        """The equivalent keys of a task."""
+        """Return the equivalent keys of a task."""
         return {
             "model": self.id,
             "dtype": self.dtype,
@@ -85,10 +87,10 @@ class BaseModelSpec:
 
 
 def quantisation_keys(quantisation: Quantisation) -> dict[str, bool]:
-    """Both keys of a task with their values; the journal has the same."""
+    """Return both quantisation keys of a task with their values; the journal has the same keys."""
     return {key: name == quantisation for name, key in QUANTISATION_KEYS.items()}
 
 
 def quantisation_of(keys: Mapping[str, Any]) -> Quantisation:
-    """The quantisation that the keys of a task, or of a quantised model's configuration, set; ``none`` by default."""
+    """Return the quantisation that ``keys`` of a task or of a quantised model's configuration set; by default none."""
     return next((name for name, key in QUANTISATION_KEYS.items() if keys.get(key)), "none")

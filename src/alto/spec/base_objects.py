@@ -1,7 +1,7 @@
 """A base model and its tokenizer that a user gives as Python objects.
 
-They are held beside the keys of a task, which are plain values: ``model`` is then a name that says that there is an
-object, and that nothing can be loaded by. Without torch: nothing is asked of the objects but a few attributes.
+The keys of a task are plain values, so the objects are kept separately. ``model`` is then a name for the object, which
+cannot be used to load it. This module needs no torch: it only reads a few attributes of the objects.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from alto.spec.quoting import quoted
 __all__ = ["BaseObjects", "Origin", "check_object_keys", "is_object_name", "with_base_objects"]
 
 TOKENIZER = "tokenizer"
-"""The argument of :class:`alto.Task` that no task file has."""
+"""An argument of :class:`alto.Task` that task files cannot have."""
 
 _OBJECT_NAME = re.compile(r"<\w+ object(?: named '[^']*')?>")
 _MAX_NAME_CHARS = 200
@@ -30,19 +30,19 @@ _LOADED_ALREADY: Mapping[str, Any] = {
     "trust_remote_code": False,
     "use_safetensors": True,
 }
-"""Keys that say how a model is loaded, each with the value that asks for nothing."""
+"""Keys that say how a model is loaded, each with the value that has no effect."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class BaseObjects:
-    """A loaded base model and its tokenizer; equal where both are the same objects.
+    """A loaded base model and its tokenizer. Two are equal if both hold the same objects.
 
     Attributes:
         model: A ``transformers.PreTrainedModel``.
-        tokenizer: Its tokenizer.
-        name: What the task calls the model: an object by :func:`is_object_name`, or what the same weights are loaded
-            by.
-        fingerprint: Of its weights and configuration, where nothing loads the same; None until it is known.
+        name: The task's ``model``: either the name of an object (:func:`is_object_name`), or an id or folder from which
+            the same weights can be loaded.
+        fingerprint: Fingerprint of the weights and the configuration, for a model that cannot be loaded by name; None
+            until it is known.
     """
 
     model: Any
@@ -69,11 +69,11 @@ class BaseObjects:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """What a task was made of beside its keys.
+    """The inputs of a task that are not keys.
 
     Attributes:
-        objects: Its base model and tokenizer; None where the model is named.
-        notes: What became of settings that were not taken over as they are; tasks are equal without it.
+        objects: The base model and tokenizer given as objects; None if the model is given by name.
+        notes: Notes on settings that were not adopted unchanged. Comparisons of tasks ignore them.
     """
 
     objects: BaseObjects | None = None
@@ -81,15 +81,15 @@ class Origin:
 
 
 def is_object_name(model: str) -> bool:
-    """Whether ``model`` of a task is the name of an object: no hub id has such characters."""
+    """Return whether ``model`` of a task is the name of an object; it contains characters that no hub id has."""
     return _OBJECT_NAME.fullmatch(model) is not None
 
 
 def with_base_objects(values: Mapping[str, Any]) -> tuple[dict[str, Any], BaseObjects | None]:
-    """The keys of a task as plain values, and the model that is given as an object; None where there is none.
+    """Return the keys of a task as plain values, and the model that is given as an object or None.
 
     Args:
-        values: As the user wrote them, ``tokenizer`` among them.
+        values: Keys as the user wrote them, including ``tokenizer``.
 
     Raises:
         SpecError: A model is given without its tokenizer, or a tokenizer without a model.
@@ -120,14 +120,14 @@ def with_base_objects(values: Mapping[str, Any]) -> tuple[dict[str, Any], BaseOb
 
 
 def check_object_keys(task: Any, objects: BaseObjects) -> None:
-    """Check the keys of a task that say how its base model is loaded, where it is loaded already.
+    """Check that the loading keys of a task agree with a base model that is already loaded.
 
     Args:
-        task: With these keys as attributes.
+        task: The task; it has the keys as attributes.
         objects: Its base model.
 
     Raises:
-        UnsupportedError: One of them asks for another model than the object.
+        UnsupportedError: A key asks for a model that differs from the object.
     """
     if task.dtype not in ("auto", objects.dtype):
         raise UnsupportedError(

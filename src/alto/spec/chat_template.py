@@ -1,4 +1,4 @@
-"""The chat template that a task sets in place of the tokenizer's own."""
+"""The chat template of a task that replaces the tokenizer's own."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from alto.spec.quoting import quoted
 __all__ = ["TEMPLATE_NAME", "TOOLS_TEMPLATE", "chat_template_text", "is_template_name", "is_template_text"]
 
 TEMPLATE_NAME = "chat_template.jinja"
-"""The file of it beside an exported adapter, as transformers names it beside a tokenizer."""
+"""Name of its file in the folder of an exported adapter; transformers uses the same name beside a tokenizer."""
 
 TOOLS_TEMPLATE = "chatml-tools"
-"""Name of ALTO's own template: turns in ChatML, with tools and their calls as Hermes and Qwen 2.5 write them."""
+"""Name of ALTO's own template: ChatML turns, with tools and tool calls in the format of Hermes and Qwen 2.5."""
 
 _MAX_BYTES = 2**20
 
 
 def is_template_text(value: str) -> bool:
-    """Whether ``value`` is a template itself, not the path of a file: it has a tag of Jinja."""
+    """Return whether ``value`` is the text of a template and not a path: it contains a Jinja tag."""
     return "{{" in value or "{%" in value
 
 
 def is_template_name(value: str) -> bool:
-    """Whether ``value`` names a template that is shipped."""
+    """Return whether ``value`` names a template that is shipped with ALTO."""
     return value == TOOLS_TEMPLATE
 
 
 def chat_template_text(value: str) -> str:
-    """The text of the template: ``value`` itself, that of the shipped one it names, or that of the file it names.
+    """Return the text of the template that ``value`` is, or that it names: a shipped template or a file.
 
     Raises:
-        ValueError: There is no such file, or it cannot be read, or holds no template.
+        ValueError: The file does not exist, cannot be read, or holds no template.
     """
     if is_template_text(value):
         return value

@@ -1,4 +1,4 @@
-"""Configurations of PEFT, transformers and TRL that a user gives as Python objects: they become keys of the task."""
+"""Configurations of PEFT, transformers and TRL given as Python objects; they become keys of the task."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any
 __all__ = ["CONFIG", "with_config_objects"]
 
 CONFIG = "config"
-"""The argument of :class:`alto.Task` that no task file has."""
+"""An argument of :class:`alto.Task` that task files cannot have."""
 
 _READER = "alto.importing.config_objects", "read_config_objects"
-"""Module and function that read them. The package knows the keys of other tools and is made of tasks, so it is an entry
-point here, which is loaded where there are such objects."""
+"""Module and function that read them. That package imports ``alto.spec``, so it is imported lazily, only when there are
+such objects."""
 
 
 def with_config_objects(values: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The keys of a task with those that its ``config`` sets, and notes on what is not taken over as it is.
+    """Return the keys of a task including those set by ``config``, and notes on settings not adopted unchanged.
 
     Args:
-        values: As the user wrote them. ``config`` is an object or a list of them; every other key overrules it, and so
-            do the fields of the search space.
+        values: Keys as the user wrote them. ``config`` is an object or a list of objects; every other key overrides it,
+            and so do the fields of the search space.
 
     Raises:
-        SpecError: There are other objects than configurations of one adapter and of one trainer.
-        UnsupportedError: A setting would change what is learned, and ALTO does not have it; all of them are named.
+        SpecError: An object is not a configuration of an adapter or of a trainer, or there are two of one kind.
+        UnsupportedError: Settings would change what is learned, and ALTO does not have them; the message names all.
     """
     found = dict(values)
     given = found.pop(CONFIG, None)

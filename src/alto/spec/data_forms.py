@@ -1,4 +1,4 @@
-"""Forms of rows and roles of columns, by name."""
+"""Names of row forms and column roles."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _COLUMN_ROLES = (
 """Roles of a dataset's columns: the keys of ``columns``."""
 
 ROW_COLUMNS = frozenset({*_COLUMN_ROLES, "conversations", "question", "answer", "response", "sentence"})
-"""Columns by which rows are recognised, under their usual names."""
+"""Usual names of columns; rows are recognised by them."""
 
 
 def check_columns(columns: object) -> dict[str, str]:
-    """``columns`` of a task or a source, checked.
+    """Check ``columns`` of a task or a source and return it as a dictionary.
 
     Raises:
         ValueError: It does not map roles to different columns.
@@ -60,10 +60,13 @@ def check_columns(columns: object) -> dict[str, str]:
 
 
 def label_names(value: object) -> tuple[str, ...]:
-    """``id2label`` of a task, checked: a list of names, or a mapping from the indices 0 to K - 1 to them.
+    """Check ``id2label`` of a task and return the names in order.
+
+    Args:
+        value: A list of names, or a mapping from the indices 0 to K - 1 to names.
 
     Raises:
-        ValueError: It is neither, or two names are the same.
+        ValueError: ``value`` is neither, or two names are the same.
     """
     given: list[object] = list(value) if isinstance(value, list | tuple) else []
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""The keys of a task that name its base model and its rows, and how rows are converted into tokens."""
+"""The keys of a task that name its base model and its data, and that control how rows become tokens."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from alto.spec.validation import MAX_CHARS, SpecModel, check_path
 __all__ = ["MAX_SEED", "DataKeys", "OnBadRow", "TokenCacheName", "TrainOn", "default_name"]
 
 OnBadRow: TypeAlias = Literal["error", "skip"]
-"""What is done about rows that cannot be used."""
+"""The treatment of rows that cannot be used."""
 
 TrainOn: TypeAlias = Literal["completion", "all", "last"]
-"""Which tokens of a row are trained."""
+"""The tokens of a row that are trained."""
 
 TokenCacheName: TypeAlias = Literal["auto", "memory", "disk"]
-"""Where the tokens of the rows are kept."""
+"""The place where the tokens of the rows are kept."""
 
 _MAX_TEMPLATE_CHARS = 2**18
 
@@ -37,48 +37,51 @@ _DATA_SUFFIXES = {".gz", ".zst", ".json", ".jsonl", ".ndjson", ".csv", ".tsv", "
 
 
 class DataKeys(SpecModel):
-    """The keys of a task that name its base model and its rows.
+    """The keys of a task that name its base model and its data.
 
     Attributes:
-        name: A safe file name; by default the dataset's file name without its endings.
+        name: A safe file name; the default is the dataset's file name without its suffixes.
         model: A model shipped with ALTO, a hub id, or a local folder.
-        dataset: A file of training rows, a hub dataset (``owner/name``) or a preset such as ``gsm8k``; or a list of
-            several with weights, a mixture: ``[{path, weight, name}, …]``.
-        dataset_config: Configuration of a hub dataset; None takes its only one, or the preset's.
-        dataset_train_split, dataset_test_split: Splits of a hub dataset; None takes ``train`` and ``test``, or the
+        dataset: A file of training rows, a hub dataset (``owner/name``) or a preset such as ``gsm8k``; or a mixture,
+            a list of several datasets with weights: ``[{path, weight, name}, …]``.
+        dataset_config: Configuration of a hub dataset; None uses its only configuration, or the preset's.
+        dataset_train_split, dataset_test_split: Splits of a hub dataset; None uses ``train`` and ``test``, or the
             preset's. The test split is for ``alto eval``: nothing is trained or selected on it.
         dataset_format: The form of the rows; ``auto`` recognises it by their columns.
-        columns: The column of each role (``prompt``, ``completion``, ``messages``, …), where the names are not the
-            defaults.
-        validation_dataset: Rows to validate on, named as ``dataset`` is.
-        validation_split: Share of the dataset's rows set aside to validate on. Where both are None, a dataset's own
-            validation rows are used, or else a tenth of its rows.
-        test_dataset, test_split: Rows to test on, or the share of the dataset's rows set aside for it: nothing is
-            trained on them or selected by them, so the loss of the best adapters there is what a user can expect. Where
-            both are None, there are none.
-        test_jobs: Which jobs' new best adapters are tested. ``auto``: those of the job that leads the task, so that in
-            the end the winner is tested; of every job where a metric, answers or means over seeds choose it. ``all``:
-            those of every job.
-        max_samples: Use only this many rows of the dataset; of each source of a mixture.
+        columns: The dataset's column for each role (``prompt``, ``completion``, ``messages``, …), if its names differ
+            from the defaults.
+        validation_dataset: Rows to validate on, named in the same way as ``dataset``.
+        validation_split: Share of the dataset's rows set aside to validate on. If this key and ``validation_dataset``
+            are both None, the dataset's own validation rows are used, or else a tenth of its rows.
+        test_dataset, test_split: Rows to test on, or the share of the dataset's rows set aside to test on. Nothing is
+            trained on them or selected by them, so the test loss of the best adapters is what a user can expect. If
+            both are None, nothing is tested.
+        test_jobs: The jobs whose new best adapters are tested. ``auto`` tests the leading job, so that the winner is
+            tested in the end; if a metric, answers or means over seeds choose the winner, it tests every job. ``all``
+            always tests every job.
+        max_samples: Use only this many rows of the dataset, or of each source of a mixture.
         data_seed: Seed of the split and of the sampled values of the search space.
-        max_length: Tokens at which a row is cut; the number of cut rows is reported before training starts. None takes
-            the value of a preset, and 1024 for any other dataset. Rows are always cut at the model's positions.
-        train_on: Which tokens of a row are trained: ``completion``, all replies of the assistant; ``last``, only the
-            last of them; ``all``, the whole text. Of pairs, only replies are.
-        chat_template: A Jinja text, a file of it, or ``chatml-tools``, ALTO's own with calls of tools, in place of the
-            tokenizer's own chat template; it is written beside the best adapter as ``chat_template.jinja``.
-        problem_type: What a classification head learns, as transformers names it; None finds it in the labels:
-            ``regression`` with method ``regression``, several labels a row where they are lists, else one.
-        num_labels: Number of labels; None counts those of the rows.
-        id2label: Names of the labels in the order of the head's outputs, as a list or a mapping from their indices;
-            None takes the sorted names of the rows' labels, and ``LABEL_0`` and so on for numbers.
-        on_bad_row: What is done about rows that cannot be used: ``error`` lists every fault once, with the places of
-            its rows, and counts every kind; ``skip`` leaves them out, and their number is noted before training. Rows
-            that are all bad are an error in any case.
-        token_cache: Where the tokens of the rows are: in ``memory``; on ``disk``, in files that later runs and other
-            processes use again, of which a bounded part is in memory; ``auto`` is ``disk`` where the texts of the task
-            have 256 MiB or more, and from 4 MiB on where the cache can be written; but rows with labels for a
-            classification head are kept in memory. Tokens, splits and order of rows are the same.
+        max_length: Tokens at which a row is truncated; the number of truncated rows is reported before training starts.
+            None uses the value of a preset, and 1024 for any other dataset. Rows are always truncated to the model's
+            maximum number of positions.
+        train_on: The tokens of a row that are trained: ``completion``, all replies of the assistant; ``last``, only the
+            last reply; ``all``, the whole text. For preference pairs, only replies are trained.
+        chat_template: A chat template that replaces the tokenizer's own: a Jinja text, a file that holds one, or
+            ``chatml-tools``, ALTO's own template with tool calls. It is written beside the best adapter as
+            ``chat_template.jinja``.
+        problem_type: The problem that a classification head learns, as transformers names it. None derives it:
+            ``regression`` with method ``regression``; else multi-label if the labels of a row are a list, and
+            single-label if not.
+        num_labels: Number of labels; None counts the labels of the rows.
+        id2label: Names of the labels in the order of the head's outputs, as a list or a mapping from their indices.
+            None uses the sorted names of the rows' labels; numbers are named ``LABEL_0`` and so on.
+        on_bad_row: The treatment of rows that cannot be used. ``error`` lists every fault once, with the places of its
+            rows, and counts every kind; ``skip`` leaves the rows out and reports their number before training. If all
+            rows are bad, it is always an error.
+        token_cache: The place where tokens are kept: in ``memory``; or on ``disk``, in files that later runs and other
+            processes reuse, with only a bounded part in memory. ``auto`` is ``disk`` if the texts of the task have
+            256 MiB or more, and already from 4 MiB if the cache can be written; but rows with labels for a
+            classification head are kept in memory. Tokens, splits and the order of rows are the same either way.
     """
 
     name: str = Field(description="of the task and its run")
@@ -165,16 +168,16 @@ class DataKeys(SpecModel):
 
     @property
     def sources(self) -> tuple[MixtureSource, ...]:
-        """The sources of a mixture; empty where there is one dataset."""
+        """The sources of a mixture; empty if there is only one dataset."""
         return () if isinstance(self.dataset, str) else self.dataset
 
     @property
     def dataset_name(self) -> str:
-        """The dataset as text; of a mixture the paths of all sources."""
+        """The dataset as text; for a mixture, the paths of all sources."""
         return " + ".join(source.path for source in self.sources) if self.sources else str(self.dataset)
 
     def of_source(self, source: MixtureSource) -> DataKeys:
-        """The keys for the rows of one source: its own, and else those of the task."""
+        """Return the keys for the rows of one source: the source's own keys, completed by those of the task."""
         own = source.model_dump(exclude={"path", "name", "weight"})
         if own["dataset_format"] is None:
             del own["dataset_format"]
@@ -183,7 +186,7 @@ class DataKeys(SpecModel):
 
 
 def default_name(dataset: object) -> str:
-    """A safe name from the dataset's: ``data/my train.jsonl.gz`` becomes ``my-train``."""
+    """Return a safe name made from the dataset's name: ``data/my train.jsonl.gz`` becomes ``my-train``."""
     if isinstance(dataset, list | tuple):
         paths = [item.get("path") if isinstance(item, Mapping) else getattr(item, "path", item) for item in dataset]
         return "-".join(map(default_name, paths))[:_MAX_NAME_CHARS] or "task"

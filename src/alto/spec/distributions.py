@@ -1,6 +1,6 @@
-"""Distributions of Optuna, of Ray Tune and of a W&B sweep in a search space, as ranges and lists.
+"""Conversion of Optuna, Ray Tune and W&B sweep distributions in a search space into ranges and lists.
 
-They are recognised by module and class, or by their keys, so that no package has to be installed.
+They are recognised by module and class, or by their keys, so none of these packages has to be installed.
 """
 
 from __future__ import annotations
@@ -17,25 +17,27 @@ __all__ = ["as_values"]
 _MAX_VALUES = 10_000
 
 _OF_SWEEPS = frozenset({"distribution", "values", "value", "min", "max"})
-"""Keys of a parameter of a W&B sweep that is a list, a value or a range."""
+"""Keys that a W&B sweep parameter may have if it is a list, a value or a range."""
 
 
 def as_values(value: Any, path: str, *, is_integer: bool) -> Any:
-    """A list or a range as :meth:`alto.spec.SearchSpace.parse` takes them; any other value is returned as it is.
-    Arrays of NumPy with one axis and Python's ``range`` are lists.
+    """Convert a distribution to a list or range that :meth:`alto.spec.SearchSpace.parse` accepts.
 
-    A distribution of one value is a list of it. One of whole numbers is a list of them where ranges of the field have
-    all numbers in between.
+    NumPy arrays with one axis and Python's ``range`` become lists. Any other value is returned unchanged.
+
+    A distribution with a single value becomes a list of one. A distribution of whole numbers becomes a list of them if
+    the field also takes fractions, because a range of that field would contain fractions.
 
     Args:
         value: ``FloatDistribution``, ``IntDistribution`` or ``CategoricalDistribution`` of Optuna; ``choice``,
-            ``uniform``, ``loguniform``, ``randint``, ``lograndint`` (without their upper end) or ``grid_search`` of Ray
-            Tune; a parameter of a W&B sweep: ``{values: […]}``, ``{value: …}``, ``{distribution: …, min: …, max: …}``.
-        path: Where it stands, for messages.
-        is_integer: Whether ranges of the field are of whole numbers.
+            ``uniform``, ``loguniform``, ``randint``, ``lograndint`` (both exclude their upper end) or ``grid_search``
+            of Ray Tune; a parameter of a W&B sweep: ``{values: […]}``, ``{value: …}``,
+            ``{distribution: …, min: …, max: …}``.
+        path: Place of the value in the task, for error messages.
+        is_integer: Whether ranges of the field contain only whole numbers.
 
     Raises:
-        SpecError: A distribution that is no range and no list, such as a normal one.
+        SpecError: The distribution is neither a range nor a list (a normal distribution, for example).
     """
     package, kind = type(value).__module__.partition(".")[0], type(value).__name__
     if package == "optuna" and kind.endswith("Distribution"):
@@ -53,7 +55,7 @@ def as_values(value: Any, path: str, *, is_integer: bool) -> Any:
 
 
 def _of_a_sweep(value: Mapping[Any, Any], path: str) -> Any:
-    """A parameter of a W&B sweep; its ``uniform`` and ``int_uniform`` are one here, as the field says which numbers."""
+    # ``uniform`` and ``int_uniform`` are the same here: the field decides whether the numbers are whole.
     kind = value.get("distribution")
     if value.keys() - _OF_SWEEPS:
         raise _unknown(dict(value), path)
@@ -92,7 +94,7 @@ def _of_ray(value: Any, kind: str, path: str, *, is_integer: bool) -> Any:
     log = sampler == "LogUniform"
     if kind == "Float":
         return _range(value.lower, value.upper, log=log)
-    high = value.upper - 1  # Ray's whole numbers end before their upper end
+    high = value.upper - 1  # Ray's integer ranges exclude their upper end
     return _range(value.lower, high, log=log) if is_integer else _whole_numbers(value, value.lower, high, path, log=log)
 
 
@@ -101,7 +103,7 @@ def _range(low: float, high: float, *, log: bool) -> Any:
 
 
 def _whole_numbers(value: object, low: int, high: int, path: str, *, log: bool) -> list[int]:
-    """The whole numbers of a distribution, for a field that takes others too."""
+    """Return all whole numbers of a distribution, for a field that also takes fractions."""
     if log and low != high:
         raise SpecError(
             f"{path} should be a range of all numbers, or a list, as the field is not limited to whole numbers, found "

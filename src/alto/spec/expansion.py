@@ -1,4 +1,4 @@
-"""How the search space of a task becomes jobs."""
+"""Expansion of a task's search space into jobs."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Job:
     """One configuration of a task's search space: one adapter to be trained.
 
     Attributes:
-        values: Its place in the search space: canonical names to values as the space spells them; empty of a job that
-            was not chosen there.
+        values: The fields that the search space sets: canonical names to values as written there. Empty for a job that
+            does not come from the search space.
     """
 
     id: str
@@ -33,15 +33,13 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expansion:
-    """What decides the jobs of a task.
+    """The parts of a task that decide its jobs.
 
     Attributes:
-        space: Its search space.
-        search: How configurations are chosen there.
-        data_seed: Of the samples of the space.
+        search: How configurations are chosen in the search space.
+        data_seed: Seed of the values sampled from the search space.
         fixed: Fields that are the same for every job, by canonical names.
-        sources: Of a mixture, its sources; empty of one dataset.
-        method: Its method.
+        sources: Sources of a mixture; empty if there is only one dataset.
     """
 
     space: SearchSpace
@@ -52,10 +50,10 @@ class Expansion:
     method: Method
 
     def jobs(self) -> tuple[Job, ...]:
-        """The jobs that the task begins with.
+        """Return the jobs that the task begins with.
 
         Raises:
-            SpecError: A configuration is none, or two are alike.
+            SpecError: A configuration is not valid, or two jobs have the same configuration.
         """
         num_jobs = self.search.num_initial(self.space)
         is_grid = self.search.algorithm == "grid"
@@ -84,8 +82,10 @@ class Expansion:
         return tuple(jobs)
 
     def repetitions(self, jobs: Sequence[Job]) -> dict[str, str]:
-        """By job of a grid that repeats a configuration with another seed, or is repeated: the id of the first of these
-        jobs."""
+        """Map each job of a grid to the first of the jobs that differ from it only in their seed, both by id.
+
+        Jobs whose configuration is not repeated are left out.
+        """
         if self.search.algorithm != "grid" or "seed" not in self.space.varied:
             return {}
         first: dict[JobConfig, str] = {}
@@ -94,10 +94,10 @@ class Expansion:
         return {job: name for job, name in found.items() if name in repeated}
 
     def check_suggestions(self) -> None:
-        """Check the configurations that the search may choose while the task runs, as far as ends of ranges show it.
+        """Check configurations that the search may choose later: those of listed values and of both ends of ranges.
 
         Raises:
-            SpecError: One of them is none.
+            SpecError: A configuration is not valid.
         """
         if self.search.algorithm != "tpe":
             return
@@ -111,11 +111,10 @@ class Expansion:
                 ) from None
 
     def config(self, values: Mapping[str, Any]) -> JobConfig:
-        """The configuration of a job from one flat mapping; in a mixture, with the weights of the sources where it sets
-        none.
+        """Return the configuration of a job from one flat mapping. In a mixture, the sources' weights are the default.
 
         Raises:
-            SpecError: It is none.
+            SpecError: The configuration is not valid.
         """
         if self.sources and values.get(MIXTURE_WEIGHTS) is None:
             values = {**values, MIXTURE_WEIGHTS: {source.name: source.weight for source in self.sources}}

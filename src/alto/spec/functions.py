@@ -1,4 +1,4 @@
-"""Functions that a user gives as objects: they are written to a task by module and name, where these lead to them."""
+"""Functions that a user gives as objects; a task stores their module and name if they can be imported by these."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ __all__ = ["is_function", "name_of"]
 
 
 def is_function(value: object) -> TypeGuard[Callable[..., Any]]:
-    """Whether ``value`` is a function, or an object that is called like one."""
+    """Return whether ``value`` is a function, or an object that can be called like one; classes do not count."""
     return callable(value) and not isinstance(value, type)
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """The dotted name by which any process of this machine imports ``function``, such as ``package.module:score``.
+    """Return the dotted name by which another process can import ``function``, such as ``package.module:score``.
 
     Raises:
-        ValueError: It is of the program or the notebook itself, of another function, or has no name in its module.
+        ValueError: ``function`` is defined in the main program or notebook, inside another function, or has no name in
+            its module.
     """
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     found: Any = sys.modules.get(module) if isinstance(module, str) else None

@@ -1,4 +1,4 @@
-"""How an adapter starts."""
+"""Initial weights of an adapter."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from alto.spec.quoting import quoted
 __all__ = ["InitLoraWeights", "supported_init"]
 
 InitLoraWeights: TypeAlias = Literal["default", "gaussian", "orthogonal"]
-"""How the adapter starts; ``default`` is PEFT's ``True``: ``A`` Kaiming-uniform and ``B`` zero. With ``orthogonal``
-both are random, and their product is zero."""
+"""The initial weights; ``default`` is PEFT's ``True``: ``A`` Kaiming-uniform and ``B`` zero. With ``orthogonal`` both
+are random, and their product is zero."""
 
 _CHANGES_THE_BASE = (
     "it takes the adapter's first product out of the base model's weights, which all jobs share and nobody may change"
@@ -26,14 +26,14 @@ _OTHER_INITS = {
     "eva": _NEEDS_DATA,
     "lora_ga": _NEEDS_DATA,
 }
-"""PEFT's other ways to start, by the beginning of their names, and why they are refused."""
+"""PEFT's other initialisations, by the beginning of their names, with the reason why they are refused."""
 
 
 def supported_init(value: object) -> object:
-    """``value``, true as ``default`` and text in lower case.
+    """Return ``value`` with true replaced by ``default`` and text in lower case.
 
     Raises:
-        UnsupportedError: One of PEFT's other ways to start an adapter.
+        UnsupportedError: ``value`` is false or one of PEFT's other initialisations.
     """
     if value is True:
         return "default"

@@ -1,7 +1,7 @@
-"""Learning-rate schedules: those of transformers that need no metric, with their ``lr_scheduler_kwargs``.
+"""Learning-rate schedules of transformers that need no metric, with their ``lr_scheduler_kwargs``.
 
-Source: ``transformers/optimization.py`` 5.23; every factor is computed in the order of its operations there, so that
-rates are equal to the last bit.
+Source: ``transformers/optimization.py`` 5.23. Every factor is computed with the same order of operations, so that
+learning rates are equal to the last bit.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ KWARGS_OF_SCHEDULES: Mapping[str, tuple[str, ...]] = {
         *_CYCLES,
     ),
 }
-"""The ``lr_scheduler_kwargs`` of every schedule."""
+"""The ``lr_scheduler_kwargs`` that each schedule takes."""
 
 DOMAINS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "num_cycles": ("a number > 0", lambda value: is_finite_number(value) and value > 0),
@@ -76,14 +76,14 @@ DOMAINS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "decay_type": ("'linear', 'cosine' or '1-sqrt'", lambda value: value in _SHAPES),
     "min_lr_ratio": ("a share from 0 to 1", lambda value: is_finite_number(value) and 0 <= value <= 1),
 }
-"""The values of every setting: in words, and as a test."""
+"""The allowed values of each setting: in words, and as a test."""
 
 
 def supported_scheduler(value: object) -> object:
-    """``value``, if it is no schedule that cannot be supported; the spelling of transformers' own enumeration is text.
+    """Return ``value`` unless it is an unsupported schedule; a member of transformers' enumeration becomes its text.
 
     Raises:
-        UnsupportedError: It depends on losses.
+        UnsupportedError: The schedule depends on losses.
     """
     name = getattr(value, "value", value)
     if isinstance(name, str) and name in _REFUSED:
@@ -95,10 +95,10 @@ def supported_scheduler(value: object) -> object:
 
 
 def scheduler_kwargs(value: object) -> Pairs:
-    """``value`` of ``lr_scheduler_kwargs`` as sorted pairs; settings that are null are left out.
+    """Return ``value`` of ``lr_scheduler_kwargs`` as sorted pairs; settings that are null are left out.
 
     Raises:
-        ValueError: It is no mapping, or has a key or a value that no schedule has.
+        ValueError: ``value`` is not a mapping, or has a key or a value that no schedule has.
     """
     pairs = pairs_of(value)
     if pairs is None:
@@ -119,10 +119,10 @@ def scheduler_kwargs(value: object) -> Pairs:
 
 
 def check_schedule(name: LrSchedulerType, kwargs: Mapping[str, Any], learning_rate: float) -> None:
-    """Check that ``kwargs`` are those of the schedule ``name``.
+    """Check that the schedule ``name`` takes ``kwargs``.
 
     Raises:
-        ValueError: One is of another schedule or missing, or two contradict each other.
+        ValueError: A setting belongs to another schedule or is missing, or settings contradict each other.
     """
     foreign = [key for key in kwargs if key not in KWARGS_OF_SCHEDULES[name]]
     if foreign:
@@ -161,15 +161,15 @@ def schedule_factor(
     learning_rate: float,
     kwargs: Mapping[str, Any],
 ) -> float:
-    """Rate of the step with 0-based index ``step`` over the peak ``learning_rate``.
+    """Return the learning rate of the step with 0-based index ``step``, divided by the peak ``learning_rate``.
 
     Args:
         name: The schedule.
-        step: Steps done.
-        warmup: Steps of rising learning rate.
+        step: Number of steps done before this step.
+        warmup: Number of warmup steps.
         total_steps: Steps of the whole job.
-        learning_rate: The peak.
-        kwargs: Checked by :func:`check_schedule`.
+        learning_rate: The peak learning rate.
+        kwargs: Settings that :func:`check_schedule` has checked.
     """
     if name == "constant":
         return 1.0

@@ -1,4 +1,4 @@
-"""Settings of objectives: the base class, and those of ALTO's own objectives."""
+"""Settings of objectives: the base class, and the settings of ALTO's own objectives."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _DIVERGING: tuple[LossType, ...] = (
     "discopop",
     "sft",
 )
-"""The forms that have ``f_divergence_type``: those of the difference of two scores."""
+"""The forms that have ``f_divergence_type``: losses of the difference between two scores."""
 
 Divergence: TypeAlias = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
 """Divergences between the adapter and the base that DPO can limit (f-DPO, arXiv:2309.16240)."""
@@ -81,21 +81,21 @@ _METHODS_BY_FORM: Mapping[str, str] = {
     "kto": "method: kto",
     "simpo": "method: cpo and loss_type: simpo",
 }
-"""Names that other programs have among the forms of DPO's loss, and what to write here."""
+"""Names that other programs list as forms of DPO's loss, with the keys to write in ALTO."""
 
 _SORTED = "sorts the log-ratios of the whole batch, which may be split over micro-batches here"
 _REFUSED_FORMS: Mapping[str, str] = {"aot": _SORTED, "aot_unpaired": _SORTED}
-"""Forms of TRL's that are not supported, and why."""
+"""TRL's forms of the loss that are not supported, with the reason."""
 
 _DISCOPOP_TAU = 0.05
 _ALPHA_COEF = 0.5
 
 
 class ObjectiveSettings(SpecModel):
-    """Settings of an objective beside those of every job (:class:`alto.spec.JobConfig`); the base class has none.
+    """Settings of an objective in addition to those of every job (:class:`alto.spec.JobConfig`); here there are none.
 
-    A subclass declares them as pydantic fields with bounds and a description. A task gives them where it gives a job's
-    other settings: at its top level, or under ``search_space``. Null is the default.
+    A subclass declares them as pydantic fields with bounds and a description. A task gives them in the same places as a
+    job's other settings: at its top level, or under ``search_space``. Null means the default.
 
     Raises:
         SpecError: A value is out of its domain.
@@ -107,8 +107,8 @@ class ObjectiveSettings(SpecModel):
 
     @property
     def needs_kl(self) -> bool:
-        """Whether the loss needs ``batch.kl_J``, the estimated divergence of the adapter from the base over the job's
-        whole batch, which takes two more forward passes."""
+        """Whether the loss needs ``batch.kl_J``, the estimated divergence of the adapter from the base model over the
+        job's whole batch; estimating it takes two more forward passes."""
         return False
 
     def __init__(self, /, **values: Any) -> None:
@@ -128,8 +128,8 @@ class OrpoSettings(ObjectiveSettings):
 class DpoSettings(ObjectiveSettings):
     """Settings of ``dpo``.
 
-    ``loss_type`` may be a list of forms whose losses are added, each times its number in ``loss_weights`` (1 where
-    there are none); a list of one is stored as that form.
+    ``loss_type`` may be a list of forms. Their losses are multiplied by ``loss_weights`` (by default 1) and added. A
+    list with one form is stored as that form.
     """
 
     aliases: ClassVar[Mapping[str, str]] = {
@@ -163,7 +163,7 @@ class DpoSettings(ObjectiveSettings):
 
     @property
     def forms(self) -> Mapping[LossType, float]:
-        """The weight of each form of the loss, ``rpo_alpha`` as that of ``sft``."""
+        """The weight of each form of the loss; ``rpo_alpha`` is the weight of ``sft``."""
         names: tuple[LossType, ...] = self.loss_type if isinstance(self.loss_type, tuple) else (self.loss_type,)
         found = dict(zip(names, self.loss_weights or (1.0,) * len(names), strict=True))
         return found if self.rpo_alpha is None else {**found, "sft": self.rpo_alpha}
@@ -256,7 +256,7 @@ class CpoSettings(ObjectiveSettings):
 
     @property
     def target_margin(self) -> float:
-        """The lead that the reward of the chosen reply is to have: TRL's default where it is not set."""
+        """The target margin between the rewards of the chosen and the rejected reply; by default TRL's."""
         return 0.5 if self.simpo_gamma is None else self.simpo_gamma
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""Objectives without torch: their metrics, and the names of their implementations."""
+"""Entries of objectives, without torch: their metrics, settings and the names of their implementations."""
 
 from __future__ import annotations
 
@@ -35,34 +35,34 @@ __all__ = [
 
 PREFERENCE_SCORES = ("reward_accuracy", "reward_margin")
 PREFERENCE_METRICS = (*PREFERENCE_SCORES, "chosen_reward", "rejected_reward")
-"""The metrics of :func:`alto.objectives.preference_metrics`; the scores are better when higher."""
+"""The metrics of :func:`alto.objectives.preference_metrics`; for those in ``PREFERENCE_SCORES``, higher is better."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectiveEntry:
-    """The entry of an objective, registered under ``alto.objectives`` by the name of its method. ``docs/objectives.md``
-    has one.
+    """The entry of an objective, registered under ``alto.objectives`` by the name of its method.
 
-    Its module must not import torch: it is imported whenever a task names the method.
+    The module that holds it must not import torch: it is imported whenever a task names the method.
+    ``docs/objectives.md`` has an example.
 
     Attributes:
         implementation: ``module:class`` of the loss (:class:`alto.objectives.ObjectiveImplementation`); imported only
             for training and evaluation.
-        settings: Its settings beside those of every job.
-        is_paired: Whether it learns from preference pairs; None where it accepts either kind of rows.
-        is_labelled: Whether it learns from replies that are labelled as desirable or not, which pairs are made into;
-            ``is_paired`` is false then.
-        problem_types: What its classification head can learn, where every job trains one of its own; rows are texts
-            with labels then, and ``is_paired`` is false. Empty where it learns from the losses of tokens.
+        settings: Settings of the objective in addition to those of every job.
+        is_paired: Whether it learns from preference pairs; None if it accepts either kind of rows.
+        is_labelled: Whether it learns from replies labelled as desirable or not (pairs are converted to them);
+            ``is_paired`` must be false then.
+        problem_types: Problems that its classification head can learn, if every job trains a head of its own; rows are
+            then texts with labels, and ``is_paired`` must be false. Empty if it learns from the losses of tokens.
         needs_reference: Whether it needs reference log-probs (``batch.references_Q2``).
-        metrics: Names of its metrics beside the loss.
-        derived: Those of them that are no means over rows, which its implementation derives from sums
+        metrics: Names of its metrics, without the loss.
+        derived: Metrics that are not means over rows; the implementation derives them from sums
             (:class:`alto.objectives.DerivedMetrics`).
-        scores: The metrics that are better when higher; a task may select by one of them (``metric``).
-        scaled_by: By metric: the settings that decide its scale. All settings count as deciding that of the loss.
+        scores: Metrics for which higher is better; a task may select by one of them (``metric``).
+        scaled_by: The settings that decide the scale of each metric. All settings count for the scale of the loss.
 
     Raises:
-        SpecError: A field is not of its type, metrics or settings are named that are not there, or a default of the
+        SpecError: A field does not have its type, a named metric or setting does not exist, or a default of the
             settings is out of its domain.
     """
 

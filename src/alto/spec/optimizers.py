@@ -1,4 +1,4 @@
-"""Optimizers of a job by transformers' names, and their ``optim_args``."""
+"""The optimizers of jobs, with transformers' names, and their ``optim_args``."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ __all__ = [
 OptimizerName: TypeAlias = Literal[
     "adamw_torch", "adamw_8bit", "paged_adamw_8bit", "sgd", "rmsprop", "adagrad", "adafactor"
 ]
-"""AdamW with its state in 32 bits, or in 8 bits as bitsandbytes keeps it, or that in memory that can be paged out; and
-torch's own optimizers and transformers' Adafactor, with the settings that transformers' Trainer gives them."""
+"""AdamW with 32-bit state, with bitsandbytes' 8-bit state, or with paged 8-bit state; torch's own optimizers and
+transformers' Adafactor, with the settings that transformers' Trainer gives them."""
 
 EIGHT_BIT_OPTIMIZERS = ("adamw_8bit", "paged_adamw_8bit")
-"""Those whose state is in 8 bits."""
+"""Optimizers with 8-bit state."""
 
 _OTHER_SPELLINGS = {"adamw": "adamw_torch", "adamw_torch_fused": "adamw_torch", "adamw_bnb_8bit": "adamw_8bit"}
 
@@ -51,7 +51,7 @@ _WHY_REFUSED: Mapping[str, tuple[str, ...]] = {
     ),
 }
 _REFUSED: Mapping[str, str] = {name: why for why, names in _WHY_REFUSED.items() for name in names}
-"""transformers' other optimizers, and why they are refused."""
+"""transformers' other optimizers, with the reason why they are refused."""
 
 _NON_NEGATIVE = ("momentum", "alpha", "eps", "lr_decay")
 _FLAGS = ("nesterov", "centered")
@@ -62,7 +62,7 @@ _ARGS: Mapping[str, tuple[str, ...]] = {
     "rmsprop": ("alpha", "eps", "momentum", "centered"),
     "adagrad": ("eps", "lr_decay"),
 }
-"""``optim_args`` of each optimizer that has some, as transformers' Trainer reads them."""
+"""The ``optim_args`` that transformers' Trainer reads for each optimizer; the others have none."""
 
 _ALL_ARGS = tuple(dict.fromkeys(name for names in _ARGS.values() for name in names))
 
@@ -70,10 +70,10 @@ _Args: TypeAlias = tuple[tuple[str, float | bool], ...]
 
 
 def supported_optimizer(value: object) -> object:
-    """``value`` in the spelling of :data:`OptimizerName`, if it is no optimizer that is refused.
+    """Return ``value`` in the spelling of :data:`OptimizerName`.
 
     Raises:
-        UnsupportedError: It is another one of transformers' optimizers.
+        UnsupportedError: ``value`` is an optimizer of transformers that is not supported.
     """
     name = getattr(value, "value", value)
     if not isinstance(name, str):
@@ -87,11 +87,13 @@ def supported_optimizer(value: object) -> object:
 
 
 def optimizer_args(value: object) -> _Args:
-    """``value`` of ``optim_args`` as sorted pairs of names and values: a mapping, or ``"momentum=0.9,nesterov=true"``
-    as transformers' ``TrainingArguments`` have it.
+    """Return ``optim_args`` as sorted pairs of names and values.
+
+    Args:
+        value: A mapping, or text such as ``"momentum=0.9,nesterov=true"`` as in transformers' ``TrainingArguments``.
 
     Raises:
-        ValueError: It is neither, or has a name or a value that no optimizer takes.
+        ValueError: ``value`` is neither, or has a name or a value that no optimizer takes.
     """
     pairs = _pairs_of_text(value) if isinstance(value, str) else pairs_of({} if value is None else value)
     if pairs is None:
@@ -103,10 +105,10 @@ def optimizer_args(value: object) -> _Args:
 
 
 def check_optimizer_args(optim: OptimizerName, args: Mapping[str, float | bool]) -> None:
-    """Check that ``optim`` takes ``args``, and that they fit together.
+    """Check that ``optim`` takes ``args``, and that they are consistent.
 
     Raises:
-        ValueError: It does not, or they contradict each other.
+        ValueError: ``optim`` does not take one of them, or they contradict each other.
     """
     foreign = next((name for name in args if name not in _ARGS.get(optim, ())), None)
     if foreign is not None:

@@ -1,4 +1,4 @@
-"""Reads untrusted files, which may be damaged or replaced: without blocking, and up to a size limit."""
+"""Safe reading of untrusted files, which may be damaged or replaced: it never blocks and has a size limit."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from typing import Any, NoReturn
 __all__ = ["MAX_JSON_BYTES", "is_number", "open_regular", "read_bytes", "read_json", "strict_json"]
 
 MAX_JSON_BYTES = 16 * 1024**2
-"""Largest size of a JSON file beside a run's journal; they have some kilobytes."""
+"""Maximum size of a JSON file beside a run's journal; typical files have a few kilobytes."""
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """``path`` for reading, if it is a regular file: opening a pipe would block, and a device may never end.
+    """Open ``path`` for reading if it is a regular file: opening a pipe would block, and a device may never end.
 
     Raises:
-        OSError: There is none, it cannot be read, or it is something else.
+        OSError: The file does not exist, cannot be read, or is not a regular file.
     """
-    # Without waiting for a writer of a pipe; on a regular file it changes nothing.
+    # O_NONBLOCK: opening a pipe must not wait for a writer; it has no effect on a regular file.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         mode = os.fstat(descriptor).st_mode
@@ -37,10 +37,10 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def read_bytes(path: Path, max_bytes: int) -> bytes:
-    """All of a regular file.
+    """Read all bytes of a regular file.
 
     Raises:
-        OSError: As of :func:`open_regular`, or it has more than ``max_bytes`` bytes.
+        OSError: See :func:`open_regular`; or the file has more than ``max_bytes`` bytes.
     """
     with open_regular(path) as file:
         if os.fstat(file.fileno()).st_size > max_bytes:
@@ -49,20 +49,20 @@ def read_bytes(path: Path, max_bytes: int) -> bytes:
 
 
 def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
-    """The value in a JSON file.
+    """Read the value in a JSON file.
 
     Raises:
-        OSError: As of :func:`read_bytes`.
-        ValueError: It is not strict JSON in UTF-8.
+        OSError: See :func:`read_bytes`.
+        ValueError: See :func:`strict_json`.
     """
     return strict_json(read_bytes(path, max_bytes))
 
 
 def strict_json(data: bytes | str) -> Any:
-    """The value of the JSON text ``data``.
+    """Parse the JSON text ``data``.
 
     Raises:
-        ValueError: It is not JSON in UTF-8, holds NaN or an infinity, or has more levels than can be read.
+        ValueError: ``data`` is not JSON in UTF-8, holds NaN or an infinity, or is nested too deeply.
     """
     try:
         return json.loads(data, parse_constant=_refuse)
@@ -71,7 +71,7 @@ def strict_json(data: bytes | str) -> Any:
 
 
 def is_number(value: object, *, least: float, most: float) -> bool:
-    """Whether ``value`` is a number from ``least`` to ``most``; NaN and truth values are none."""
+    """Return whether ``value`` is a number from ``least`` to ``most``; NaN and booleans do not count."""
     return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
 
 

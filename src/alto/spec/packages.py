@@ -1,4 +1,4 @@
-"""Calls of what installed packages register: what goes wrong in them is reported as an error of that package."""
+"""Calls into code that installed packages register; their errors are reported as errors of that package."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ __all__ = ["described", "naming_errors"]
 def naming_errors(
     call: str, module: str, *, page: str, passes: Callable[[BaseException], bool] = lambda error: False
 ) -> Iterator[None]:
-    """Report an error of the code inside as one of the package that ``module`` belongs to.
+    """Report an error raised in the ``with`` block as an error of the package that ``module`` belongs to.
 
-    ALTO's errors pass as they are. So does everything where ``module`` is ALTO's: there it is a bug, whose traceback is
-    wanted.
+    ALTO's own errors pass unchanged. If ``module`` is ALTO's, every error passes: it is a bug, and its traceback is
+    needed.
 
     Args:
-        call: What is called, for the message: ``Plateau.judge``.
-        module: Where that is.
-        page: The page of the documentation that says what it owes.
-        passes: Errors that a caller handles.
+        call: The function that is called, for the message: ``Plateau.judge``.
+        module: Module of that function.
+        page: The page of the documentation that says what the function must do.
+        passes: Whether an error passes unchanged, because a caller handles it.
 
     Raises:
-        UnsupportedError: The code inside raised something else.
+        UnsupportedError: The block raised any other error.
     """
     try:
         yield
@@ -41,7 +41,7 @@ def naming_errors(
 
 
 def described(error: BaseException, module: str) -> str:
-    """Class and message of ``error``, and the last line that it came through of the package that has ``module``."""
+    """Describe ``error`` by its class, its message, and the last traceback line in the package of ``module``."""
     package, place = _top(module), ""
     traceback = error.__traceback__
     while traceback is not None:

@@ -1,4 +1,4 @@
-"""Quotes user input in messages: short and on one line."""
+"""Quoting of user input in messages: short and on one line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MAX_DIGITS = 40
 
 
 class _Quoting(reprlib.Repr):
-    """Bounded in depth and width, so that a list that contains itself or a million others is quoted quickly."""
+    """A ``repr`` bounded in depth and width, so that even a list that contains itself is quoted quickly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -21,13 +21,13 @@ class _Quoting(reprlib.Repr):
         self.maxstring = self.maxother = _MAX_CHARS
 
     def repr_int(self, x: int, level: int) -> str:
-        # Python writes no number of more than 4300 digits, but YAML reads one in hexadecimal.
+        # Python cannot write an integer of more than 4300 digits, but YAML can read one in hexadecimal.
         if abs(x) < 10**_MAX_DIGITS:
             return repr(x)
         return f"a number of {x.bit_length()} bits"
 
 
 def quoted(value: object) -> str:
-    """``value`` as Python writes it, shortened, with control characters and terminal escapes written out."""
+    """Return the ``repr`` of ``value``, shortened; control characters and terminal escapes are escaped."""
     text = _Quoting().repr(value)
     return text if len(text) <= _MAX_CHARS else text[: _MAX_CHARS - 3] + "..."

@@ -17,13 +17,13 @@ __all__ = ["Refit", "check_refit"]
 
 
 class Refit(SpecModel):
-    """What is trained again, and for how long. ``alto refit`` writes it.
+    """The job that is trained again, and for how long. ``alto refit`` writes it.
 
     Attributes:
         run: Folder of the finished run.
-        job: Its best job, whose configuration the task has.
-        steps: Steps that are trained: those of that job's best checkpoint. ``max_steps`` is the length of its
-            learning-rate schedule, which goes on as if training did.
+        job: Best job of that run; the task has its configuration.
+        steps: Number of steps to train: the steps of that job's best checkpoint. The learning-rate schedule still has
+            the length ``max_steps``, as if training went on to its end.
     """
 
     run: str = Field(min_length=1, description="folder of the finished run")
@@ -35,7 +35,7 @@ class Refit(SpecModel):
         """Parse ``refit`` of a task.
 
         Raises:
-            SpecError: A key is no text, or is unknown, or its value is out of bounds.
+            SpecError: A key is not text or is unknown, or a value is out of bounds.
         """
         if not all(isinstance(key, str) for key in value):
             raise SpecError(f"refit should have text for keys, found {quoted(list(value))}. Put the keys in quotes.")
@@ -43,7 +43,7 @@ class Refit(SpecModel):
 
 
 class _Task(Protocol):
-    """The keys of :class:`alto.spec.Task` that are compared."""
+    """The keys of :class:`alto.spec.Task` that :func:`check_refit` reads."""
 
     @property
     def refit(self) -> Refit | None: ...
@@ -62,15 +62,15 @@ class _Task(Protocol):
 
 
 def check_refit(task: _Task, max_steps: list[int | None]) -> None:
-    """Check that a task which trains without validation compares and ends nothing.
+    """Check that a refit, which has no validation, has one job and no setting that needs validation.
 
     Args:
-        task: The task.
-        max_steps: Of each of its jobs.
+        task: The task; one without ``refit`` passes.
+        max_steps: ``max_steps`` of each of its jobs.
 
     Raises:
-        SpecError: It has several jobs, or rules that need a validation loss.
-        UnsupportedError: It is a mixture with validation rows of another dataset, which are of none of its sources.
+        SpecError: The task has several jobs, too small a ``max_steps``, or settings that need a validation loss.
+        UnsupportedError: The task is a mixture with a ``validation_dataset``, whose rows belong to no source.
     """
     refit = task.refit
     if refit is None:

@@ -1,4 +1,4 @@
-"""Registries of things that a task names: ALTO's own, and entry points of installed packages."""
+"""Registries of objects that a task names: ALTO's own, and entry points of installed packages."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registry(Generic[T]):
-    """All things of one kind by name.
+    """All objects of one kind by name.
 
     Attributes:
-        group: Entry-point group under which packages register theirs.
-        key: The user's key that chooses one, for messages.
-        page: The page of the documentation about adding one.
-        own: ALTO's own: the thing itself, or its ``module:attribute``, which is imported at its first use.
-        check: Returns the loaded entry point as a thing of this kind; raises `SpecError` where it is not one.
+        group: Entry-point group under which packages register their objects.
+        key: The task's key that names an object, for messages.
+        page: The page of the documentation about adding an object.
+        own: ALTO's objects by name: the object itself, or its ``module:attribute``, which is imported when needed.
+        check: Function that returns a loaded entry point if it is of this kind, and raises `SpecError` if not.
     """
 
     group: str
@@ -36,16 +36,16 @@ class Registry(Generic[T]):
     check: Callable[[object], T]
 
     def names(self) -> tuple[str, ...]:
-        """All names: ALTO's in their order, then those of installed packages. Imports nothing."""
+        """Return all names: ALTO's own in their order, then those of installed packages. Nothing is imported."""
         others = {entry.name for entry in entry_points(group=self.group)}
         return (*self.own, *sorted(others - self.own.keys()))
 
     def find(self, name: str) -> T:
-        """The thing with this name. Packages are searched only for a name that is not ALTO's.
+        """Return the object with this name. Installed packages are searched only if the name is not ALTO's own.
 
         Raises:
             SpecError: There is no such name.
-            UnsupportedError: Several packages have it, or the entry cannot be loaded or is of another kind.
+            UnsupportedError: Several packages register the name, or the entry cannot be loaded or is of another kind.
         """
         own = self.own.get(name)
         if own is not None:
@@ -74,7 +74,7 @@ class Registry(Generic[T]):
         It reads the entry points of all packages, so it is called once, before the entry is used.
 
         Raises:
-            UnsupportedError: One does.
+            UnsupportedError: A package registers ``name``.
         """
         others = entry_points(group=self.group, name=name) if name in self.own else ()
         for other in others:
@@ -94,7 +94,7 @@ class Registry(Generic[T]):
 
 
 def load_attribute(path: str) -> Any:
-    """Import what ``module:attribute`` names.
+    """Import and return the object that ``module:attribute`` names.
 
     Raises:
         ImportError, AttributeError: There is no such module or attribute.

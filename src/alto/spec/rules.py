@@ -1,4 +1,4 @@
-"""Online early-exit rules for task files: the base class of a rule, and the settings of ALTO's own."""
+"""Early-exit rules in task files: the base class of a rule, and the settings of ALTO's own rules."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ __all__ = ["RULES", "DivergenceSettings", "GapSettings", "OverfittingSettings", 
 _MAX_EVALUATIONS = 10**6
 _REASON = re.compile(r"[a-z][a-z0-9_ -]{0,39}")
 _RESERVED = (ExitReason.UNDERPERFORMING, ExitReason.STOPPED, ExitReason.FAILED, ExitReason.BUDGET)
-"""Reserved reasons: those of rungs, users, faults and budgets."""
+"""Reasons that a rule may not use: those of rungs, users, faults and budgets."""
 
 
 class Rule(SpecModel):
     """A rule that judges one job by its own evaluations; its fields are its settings.
 
-    Pure: the same history and settings give the same verdict, live, resumed and replayed, on every rank. A rule of your
-    own subclasses it, declares its settings as pydantic fields with bounds, a default and a description, and is
-    registered by name under ``alto.early_exit_rules``. ``docs/early-exit.md`` has one.
+    A rule is pure: the same history and settings give the same verdict on every rank, whether live, resumed or
+    replayed. Your own rule subclasses this class, declares its settings as pydantic fields with bounds, a default and a
+    description, and is registered by name under ``alto.early_exit_rules``. ``docs/early-exit.md`` has an example.
 
     Raises:
         SpecError: A value is out of its domain.
-        UnknownKeyError: A key that is not a setting of the rule.
+        UnknownKeyError: A key is not a setting of the rule.
     """
 
     reason: ClassVar[str]
-    """Why a job ended, one or two lower-case words, shown in journal, tables and report. The job's best adapter is
+    """Why a job ended: one or two lower-case words, shown in the journal, tables and report. The job's best adapter is
     kept; it still competes unless the reason is ``diverging``."""
 
     def __init__(self, /, **settings: Any) -> None:
@@ -45,7 +45,7 @@ class Rule(SpecModel):
 
     @abstractmethod
     def judge(self, history: Sequence[LossPoint]) -> ExitDecision | None:
-        """The verdict for the last point of ``history``, or None to continue.
+        """Return the verdict for the last point of ``history``, or None to continue.
 
         Args:
             history: Evaluations of one job, oldest first; all losses are finite.

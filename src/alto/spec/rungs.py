@@ -1,4 +1,4 @@
-"""Points of selection: the step at which a job reaches one, how many jobs continue from it, and presets of them."""
+"""Rungs: the step at which a job reaches a rung, how many jobs continue from it, and presets of rungs."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ ROUNDING = 1e-9
 
 
 def ceil_share(share: float, total: int) -> int:
-    """``ceil(share * total)`` of the numbers as they were written, undisturbed by float rounding of the product."""
+    """Return ``ceil(share * total)``, unaffected by float rounding of the product."""
     product = share * total
     nearest = round(product)
     return nearest if abs(product - nearest) <= ROUNDING * max(1, nearest) else math.ceil(product)
 
 
 def rung_step(rung: Rung, total_steps: int) -> int:
-    """The step (1-based count of steps done) at which a job of ``total_steps`` steps reaches ``rung``."""
+    """Return the number of steps, at least 1, after which a job of ``total_steps`` steps reaches ``rung``."""
     return max(1, ceil_share(rung.progress, total_steps))
 
 
 def places_at(rungs: Sequence[Rung], index: int, num_jobs: int) -> int:
-    """How many of ``num_jobs`` jobs continue from rung number ``index`` (from 0): the shares of all rungs up to it are
-    multiplied and only their product is rounded.
+    """Return how many of ``num_jobs`` jobs continue from rung number ``index`` (from 0).
 
+    The shares of all rungs up to it are multiplied, and only their product is rounded:
     ``max(ceil(keep_0 * … * keep_index * num_jobs), min(min_kept, num_jobs))``, and at most ``max_kept``.
     """
     rung = rungs[index]
@@ -52,11 +52,11 @@ def places_at(rungs: Sequence[Rung], index: int, num_jobs: int) -> int:
 
 
 EARLIEST_IN_WARMUP = 0.25
-"""Share of a learning-rate warmup after which jobs are compared: recorded sweeps of supervised fine-tuning with warmups
-of 3 to 10 % lose nothing by it (``benchmarks/policies``)."""
+"""Share of a learning-rate warmup after which jobs may be compared. On recorded sweeps of supervised fine-tuning with
+warmups of 3 to 10 %, comparing that early loses nothing (``benchmarks/policies``)."""
 
 LEAST_RANKED_STEPS = 3
-"""Jobs of fewer steps are not ranked: they have nearly ended after their first."""
+"""Jobs with fewer steps are not ranked, because they are almost done after the first step."""
 
 PresetName: TypeAlias = Literal["default", "cautious", "greedy", "preferences"]
 
@@ -67,9 +67,9 @@ class Preset:
 
     Attributes:
         rungs: ``(progress, keep)`` pairs.
-        min_kept: Smallest number of jobs that continue from every rung, in their order.
+        min_kept: Smallest number of jobs that continue from each rung, in the order of the rungs.
         finish_from: Share of its steps from which only the best job continues; None for no such point.
-        clear_from: Share of its steps from which rungs also end jobs that lie clearly behind the best; None for none.
+        clear_from: Share of its steps from which rungs also end jobs clearly behind the best; None for no such point.
     """
 
     rungs: tuple[tuple[float, float], ...]
@@ -81,7 +81,7 @@ class Preset:
 def _preset(
     first: float, then: float, min_kept: Mapping[float, int], finish: float | None, clear: float | None = None
 ) -> Preset:
-    """A preset whose rungs are the keys of ``min_kept``."""
+    """Return a preset with rungs at the keys of ``min_kept``; the first keeps ``first``, the others keep ``then``."""
     keeps = (first, *[then] * (len(min_kept) - 1))
     rungs = tuple(zip(min_kept, keeps, strict=True))
     return Preset(rungs=rungs, min_kept=tuple(min_kept.values()), finish_from=finish, clear_from=clear)
@@ -93,16 +93,16 @@ PRESETS: Mapping[PresetName, Preset] = {
     "greedy": _preset(1 / 8, 1 / 2, {0.005: 8, 0.025: 8, 0.05: 5, 0.1: 3}, finish=0.3),
     "preferences": Preset(rungs=((0.1, 1 / 2), (0.2, 0.3), (0.3, 1 / 2)), min_kept=(16, 6, 4), finish_from=0.6),
 }
-"""The rungs of ``policy: alto`` by the name of their preset; found by replay on recorded sweeps."""
+"""The presets of ``policy: alto`` by name; found by replay on recorded sweeps."""
 
 
 def without_floor(rungs: tuple[tuple[float, float], ...]) -> Preset:
-    """Return the selection at ``rungs``, from which any number of jobs may continue."""
+    """Return the selection at ``rungs`` without a higher minimum than one job, and without a finish."""
     return Preset(rungs=rungs, min_kept=(1,) * len(rungs), finish_from=None)
 
 
 def no_earlier(halving: Preset, earliest: float) -> Preset:
-    """Return the same selection, no earlier than at the share ``earliest``: rungs up to it become one there."""
+    """Return the same selection with no rung before the share ``earliest``; rungs up to it merge into one at it."""
     early = [index for index, (progress, _) in enumerate(halving.rungs) if progress <= earliest]
     if not early:
         return halving

@@ -26,13 +26,14 @@ MAX_JOBS = 10_000
 """A search space that expands to more jobs than this is refused."""
 
 _MOST_DRAWS = 1000
-"""Draws for each configuration that is wanted."""
+"""Maximum number of draws for each requested configuration."""
 
 _OPEN = 8
-"""Values that a range without ``num`` counts as, where the size of a search space decides how many are tried."""
+"""Number of values that a range without ``num`` counts as, if the size of the search space decides how many
+configurations are tried."""
 
 _NUMBERS_THAT_MAY_BE_WHOLE = frozenset({"num_train_epochs", "warmup_steps"})
-"""Fields that take fractions, of which a range between whole numbers has whole numbers alone."""
+"""Fields that take fractions, but whose ranges contain only whole numbers if both ends are whole."""
 
 _PAIRED = "paired"
 _SAMPLED_FIELDS = ("min", "max", "log", "num")
@@ -40,12 +41,12 @@ _SAMPLED_FIELDS = ("min", "max", "log", "num")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
-    """``num`` values of ``[min, max]``, drawn uniformly, or uniformly in the logarithm with ``log``.
+    """A range: ``num`` values of ``[min, max]``, drawn uniformly, or uniformly in the logarithm with ``log``.
 
     Integers are drawn without repeats.
 
     Attributes:
-        num: Values in a grid; None where the search does not train one.
+        num: Number of values in a grid; None if the search is not a grid.
         is_integer: Whether values are whole numbers.
     """
 
@@ -57,10 +58,10 @@ class Sampled:
 
     @property
     def num_distinct(self) -> int:
-        """Different values, at most :data:`MAX_JOBS`."""
+        """Number of different values, at most :data:`MAX_JOBS`."""
         if self.is_integer:
             return min(MAX_JOBS, int(self.max) - int(self.min) + 1)
-        # Two ends may be so near that there are few numbers of double precision between them.
+        # The two ends may be so close that there are few double-precision numbers between them.
         found = int((self.max - self.min) / math.ulp(self.max)) + 1
         if self.log:
             low, high = math.log(self.min), math.log(self.max)
@@ -68,11 +69,11 @@ class Sampled:
         return min(MAX_JOBS, found)
 
     def draw(self, key: str, seed: int) -> tuple[float, ...]:
-        """The values for ``key``; they depend on the key and the seed, not on what else the search space holds."""
+        """Return the values for ``key``; they depend on the key and the seed, not on the rest of the search space."""
         return _drawn(self, key, seed)
 
     def quantile(self, share: float) -> float:
-        """The value below which ``share`` of the distribution lies."""
+        """Return the value below which ``share`` of the distribution lies."""
         # Integers get equal shares of [min, max + 1), so that the two ends are as likely as the others.
         low, high = self.min, self.max + 1 if self.is_integer else self.max
         if self.log:
@@ -80,7 +81,7 @@ class Sampled:
         value = low + (high - low) * share
         if self.log:
             value = math.exp(value)
-        # Rounding may step over an end.
+        # Rounding may go past an end of the range.
         return min(max(math.floor(value) if self.is_integer else value, self.min), self.max)
 
     def to_dict(self) -> dict[str, Any]:
@@ -90,7 +91,7 @@ class Sampled:
 
 @functools.lru_cache(maxsize=64)
 def _drawn(sampled: Sampled, key: str, seed: int) -> tuple[float, ...]:
-    """Of :meth:`Sampled.draw`; kept, as every configuration of a pairing asks for them."""
+    """Draw the values for :meth:`Sampled.draw`; cached, because every configuration of a pairing needs them."""
     source = random.Random(f"{seed}/{key}")
     assert sampled.num is not None, "no values of a grid"
     if not sampled.is_integer:
@@ -102,7 +103,7 @@ def _drawn(sampled: Sampled, key: str, seed: int) -> tuple[float, ...]:
 
 
 def written(key: str, value: Any) -> Any:
-    """A value of the field ``key`` as a task file has it: weights and patterns are mappings, other tuples are lists."""
+    """Return a value of the field ``key`` as in a task file: mapping fields as mappings, other tuples as lists."""
     if key in (*MAPPING_FIELDS, MIXTURE_WEIGHTS) and isinstance(value, tuple):
         return dict(value)
     return list(value) if isinstance(value, tuple) else value
@@ -120,7 +121,7 @@ class Axis:
 
     @property
     def num_distinct(self) -> int:
-        """Different values, at most :data:`MAX_JOBS`."""
+        """Number of different values, at most :data:`MAX_JOBS`."""
         return self.values.num_distinct if isinstance(self.values, Sampled) else len(self.values)
 
     def draw(self, seed: int) -> tuple[Any, ...]:
@@ -137,10 +138,10 @@ class SearchSpace:
     """A grid over groups of axes; the axes of a group vary together.
 
     Attributes:
-        groups: A free field is a group of one axis, a ``paired`` mapping a group of several. The last group
-            varies fastest.
+        groups: Groups of axes: a single field is a group of one axis, a ``paired`` mapping a group of several. The last
+            group varies fastest.
         paired: Indices of the groups that were written under ``paired``.
-        is_auto: Its ranges will be replaced when the base model is known.
+        is_auto: Whether the ranges will be replaced when the base model is known.
     """
 
     groups: tuple[tuple[Axis, ...], ...] = ()
@@ -151,17 +152,17 @@ class SearchSpace:
     def parse(cls, given: object, method: Method | None = None) -> SearchSpace:
         """Read and check ``search_space``.
 
-        A scalar is one value, a list is a grid, ``{min, max, log, num}`` is sampled; ``mixture_weights`` is a list of
-        mappings, or a mapping of names to lists, all combinations of which are tried; ``paired`` is a mapping of
-        equally long lists (or sampled forms), or a list of such mappings.
+        A scalar is one value, a list is a grid, ``{min, max, log, num}`` is sampled. ``mixture_weights`` is a list of
+        mappings, or a mapping of names to lists, whose combinations are all tried. ``paired`` is a mapping of equally
+        long lists (or sampled ranges), or a list of such mappings.
 
         Args:
             given: The user's value.
-            method: Method whose settings may vary beside the fields of every job; None is ``sft``, which has none.
+            method: Method whose settings may vary as well as the fields of every job; None is ``sft``, which has none.
 
         Raises:
-            SpecError: A value a job cannot have, an empty or repeating list, lists of unequal length under
-                ``paired``, or more than :data:`MAX_JOBS` jobs.
+            SpecError: A job cannot have a value, a list is empty or has repeats, lists under ``paired`` have different
+                lengths, or there are more than :data:`MAX_JOBS` jobs.
             UnknownKeyError, ConflictingKeysError, UnsupportedError: See :func:`alto.spec.keys.canonical_keys`.
         """
         method = find_method("sft") if method is None else method
@@ -191,11 +192,11 @@ class SearchSpace:
         return tuple(axis.key for group in self.groups for axis in group if len(axis) > 1)
 
     def __len__(self) -> int:
-        """Number of configurations; counted, not expanded."""
+        """Return the number of configurations without expanding them."""
         return math.prod(len(group[0]) for group in self.groups)
 
     def expand(self, seed: int) -> Iterator[dict[str, Any]]:
-        """Every configuration, canonical names to values as written; ``seed`` decides the sampled ones."""
+        """Yield every configuration, canonical names to values as written; ``seed`` decides the sampled values."""
         columns = []
         for group in self.groups:
             drawn = [[(axis.key, value) for value in axis.draw(seed)] for axis in group]
@@ -204,8 +205,10 @@ class SearchSpace:
             yield dict(itertools.chain.from_iterable(row))
 
     def extremes(self, seed: int) -> Iterator[dict[str, Any]]:
-        """The configurations of all listed values and of both ends of every range, the first :data:`MAX_JOBS` of them;
-        ``seed`` decides the sampled values of pairings."""
+        """Yield the combinations of all listed values and both ends of every range, at most :data:`MAX_JOBS`.
+
+        ``seed`` decides the sampled values of pairings.
+        """
         columns = [
             [((group[0].key, end),) for end in (group[0].values.min, group[0].values.max)]
             if len(group) == 1 and isinstance(group[0].values, Sampled)
@@ -217,19 +220,17 @@ class SearchSpace:
 
     @property
     def num_distinct(self) -> int:
-        """Different configurations, at most :data:`MAX_JOBS`."""
+        """Number of different configurations, at most :data:`MAX_JOBS`."""
         return min(MAX_JOBS, math.prod(_num_distinct(group) for group in self.groups))
 
     def sample(self, count: int, seed: int) -> list[dict[str, Any]]:
-        """``count`` different configurations, as :meth:`expand` gives them: each value, or each place in a pairing, is
-        drawn uniformly. The first ones do not depend on ``count``.
+        """Draw ``count`` different configurations in the form of :meth:`expand`.
 
-        Args:
-            count: At most :attr:`num_distinct`.
-            seed: Decides the draws.
+        Each value, or each position in a pairing, is drawn uniformly (from a range, by its distribution). A larger
+        ``count`` only adds configurations after the same first ones.
 
         Raises:
-            SpecError: There are not so many.
+            SpecError: ``count`` is above :attr:`num_distinct`, or too few different configurations were drawn.
         """
         if count > self.num_distinct:
             raise SpecError(
@@ -251,7 +252,7 @@ class SearchSpace:
         return list(found.values())
 
     def at(self, shares: Sequence[float], seed: int) -> dict[str, Any]:
-        """The configuration at a share in [0, 1) of every group; ``seed`` decides the sampled values of pairings."""
+        """Return the configuration at a share in [0, 1) of each group; ``seed`` decides sampled values of pairings."""
         values = {}
         for group, share in zip(self.groups, shares, strict=True):
             for axis in group:
@@ -263,12 +264,12 @@ class SearchSpace:
 
     @property
     def open_ranges(self) -> tuple[str, ...]:
-        """Fields with a range that has no ``num``, so that there is no grid."""
+        """Fields with a range that has no ``num``; with such a field there is no grid."""
         axes = (axis for group in self.groups for axis in group)
         return tuple(axis.key for axis in axes if isinstance(axis.values, Sampled) and axis.values.num is None)
 
     def to_dict(self) -> dict[str, Any]:
-        """The canonical form, which :meth:`parse` reads back to an equal object; scalars become lists of one."""
+        """Return the canonical form, which :meth:`parse` reads back to an equal object; scalars become lists of one."""
         result: dict[str, Any] = {}
         for index, group in enumerate(self.groups):
             fields = {key: value for axis in group for key, value in axis.to_dict().items()}
@@ -295,7 +296,7 @@ class SearchSpace:
 
 
 def _num_distinct(group: tuple[Axis, ...]) -> int:
-    """Different values of a group, at most :data:`MAX_JOBS`; lists that are paired may repeat theirs."""
+    """Return the number of different values of a group, at most :data:`MAX_JOBS`; paired lists may have repeats."""
     if len(group) == 1:
         return group[0].num_distinct
     are_lists = not any(isinstance(axis.values, Sampled) for axis in group)
@@ -340,7 +341,7 @@ def _pairing(value: object, path: str, method: Method) -> tuple[Axis, ...]:
 
 
 def _values(key: str, value: object, path: str, method: Method) -> Any:
-    """What a distribution of another package stands for; mappings may be values of the field themselves."""
+    """Convert a distribution of another package to a list or range; a mapping field's mapping is a value itself."""
     if isinstance(value, Mapping) and key in (*MAPPING_FIELDS, MIXTURE_WEIGHTS):
         return value
     return as_values(value, path, is_integer=int in _kinds(key, method) or key in _NUMBERS_THAT_MAY_BE_WHOLE)
@@ -354,7 +355,7 @@ def _axis(key: str, value: object, path: str, method: Method, *, may_repeat: boo
     if isinstance(value, Mapping) and not is_mapping:
         return Axis(key=key, values=_sampled(key, value, path, method))
     given = value if isinstance(value, list | tuple) else [value]
-    # A mapping becomes its pairs, which can be compared and hashed.
+    # A mapping becomes pairs, which can be hashed.
     values = plain([tuple(item.items()) if isinstance(item, Mapping) and is_mapping else item for item in given])
     if not 1 <= len(values) <= MAX_JOBS:
         raise SpecError(
@@ -370,7 +371,7 @@ def _axis(key: str, value: object, path: str, method: Method, *, may_repeat: boo
 
 
 def _weights_grid(value: Mapping[Any, Any], path: str) -> list[dict[Any, Any]]:
-    """All combinations of the weights of every source: each has one, or a list of them."""
+    """Return all combinations of the sources' weights; each source has one weight or a list of them."""
     lists = [item if isinstance(item, list | tuple) else [item] for item in value.values()]
     if (found := math.prod(map(len, lists))) > MAX_JOBS:
         raise SpecError(
@@ -384,7 +385,7 @@ def _check_value(key: str, value: object, path: str, method: Method) -> None:
         if key in method.fields:
             method.check_setting(key, value)
         else:
-            # By itself: what fits together is known when all values of a job are.
+            # Checked alone: whether values fit together can only be checked for a whole job.
             error = JobConfig.error_of(key, value)
             if error is not None:
                 raise error
@@ -393,7 +394,7 @@ def _check_value(key: str, value: object, path: str, method: Method) -> None:
 
 
 def _kinds(key: str, method: Method) -> tuple[Any, ...]:
-    """The types of a field's values."""
+    """Return the types of a field's values."""
     annotation = {**JobConfig.model_fields, **method.fields}[key].annotation
     return get_args(annotation) or (annotation,)
 
@@ -430,7 +431,7 @@ def _sampled(key: str, given: Mapping[Any, Any], path: str, method: Method) -> S
         raise SpecError(
             f"{path} needs min > 0 to be sampled in the logarithm, found {quoted(low)}. Raise it, or drop 'log'."
         )
-    # Steps of warmup are a number in a range of whole numbers, and a share in another.
+    # ``warmup_steps`` is a number of steps if both ends are whole numbers, else a share.
     is_integer = int in kinds or (key in _NUMBERS_THAT_MAY_BE_WHOLE and isinstance(low, int) and isinstance(high, int))
     if is_integer and num is not None and num > high - low + 1:
         raise SpecError(

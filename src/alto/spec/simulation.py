@@ -22,46 +22,46 @@ MEASURED_EXIT_SHARES = (
     *(0.055, 0.057, 0.058, 0.060, 0.063, 0.063, 0.066, 0.069, 0.072, 0.075),
     *(0.082, 0.083, 0.092, 0.097, 0.107, 0.118, 0.136, 0.152, 0.183, 0.213),
 )
-"""Share of the work that is done with the default early exit: by replay on twenty random parts, of 10 to 60 jobs, of
-the sweep in ``benchmarks/recordings/gsm8k-alto-tiny.json.gz``; ``tools/measure_exit_shares.py`` prints them. One sweep
-on one small model: others will differ."""
+"""Shares of the work that are done with the default early exit, measured by replay on twenty random parts, of 10 to 60
+jobs, of the sweep in ``benchmarks/recordings/gsm8k-alto-tiny.json.gz``; ``tools/measure_exit_shares.py`` prints them.
+This is one sweep on one small model: others will differ."""
 
 
 class Simulation(SpecModel):
-    """A cluster, arriving tasks, and failures. They are determined by the seed.
+    """The settings of a simulation: a cluster, arriving tasks, and failures. The seed decides all random values.
 
     Attributes:
-        nodes, gpus_per_node: The cluster.
-        trace: Recorded tasks: a CSV file with a heading, or JSON lines, of ``arrival_s``, ``gpus``, ``duration_s``
+        nodes, gpus_per_node: Size of the cluster.
+        trace: Recorded tasks: a CSV file with a header, or JSON lines, with ``arrival_s``, ``gpus``, ``duration_s``
             and optionally ``tenant``, ``priority``, ``base`` and ``step_share``. None generates tasks.
         num_tasks: Number of generated tasks.
-        arrivals: Whether they arrive all at once, or at random times with the rate ``arrivals_per_hour``.
-        arrivals_per_hour: Tasks that arrive in an hour on average.
-        gpus: Numbers of GPUs they run on: a share for each number.
+        arrivals: Whether the generated tasks arrive all at once, or at random times at the rate ``arrivals_per_hour``.
+        arrivals_per_hour: Average number of tasks that arrive in an hour.
+        gpus: Share of the generated tasks for each number of GPUs.
         duration_distribution: ``lognormal``, or ``pareto``, whose tail is heavier.
-        duration_median_s, duration_p99_s: Median and 99th percentile of their durations without early exit; the two set
-            the distribution.
-        bases: Base models of the generated tasks; those on one GPU with the same one may share an executor. 0: none
-            does.
-        step_share: Share of a generated task's duration that its steps take whatever they train; tasks that share an
-            executor pay that once.
-        early_exit_shares: The share of its work that a task does with early exit is drawn from these; the default is
-            measured by replay on a recorded sweep. An empty list simulates no early exit.
-        estimate_error: Estimates are wrong by up to this factor, upwards or downwards, until a task is half done.
-        gpu_mtbf_hours: Hours of a GPU between two losses on average; None loses none.
-        gpu_repair_hours: Hours until it is back.
+        duration_median_s, duration_p99_s: Median and 99th percentile of the durations without early exit; the two
+            determine the distribution.
+        bases: Number of base models of the generated tasks; tasks on one GPU with the same base model may share an
+            executor. With 0, no task shares.
+        step_share: Share of a generated task's duration that is a fixed cost of its steps, whatever they train; tasks
+            that share an executor pay it once.
+        early_exit_shares: Shares from which the part of its work that a task does with early exit is drawn; the
+            default is measured by replay on a recorded sweep. An empty list simulates no early exit.
+        estimate_error: Largest factor by which estimates are wrong, upwards or downwards, until a task is half done.
+        gpu_mtbf_hours: Average hours between two losses of a GPU; None means that no GPU is lost.
+        gpu_repair_hours: Hours until a lost GPU is back.
         crashes_per_hour: Average number of crashes of an executor in an hour of work.
-        checkpoint_interval_s: Work that a task loses with its executor at most.
-        quotas: The most GPUs a tenant has at a time.
-        max_attempts, backoff_s: Failures after which a task is given up, and the pause after the first.
-        methods: Scheduling methods; by default ``fifo``, ``sjf``, ``lpt``, and ``cp-sat`` where there are few tasks.
-        solver_s: Seconds of this machine, not of the simulated cluster, that a solver has for all plans.
+        checkpoint_interval_s: Largest amount of work, in seconds, that a task loses with its executor.
+        quotas: Maximum number of GPUs that a tenant has at a time.
+        max_attempts, backoff_s: Number of failures after which a task is given up, and the pause after the first.
+        methods: Scheduling methods; the default is ``fifo``, ``sjf``, ``lpt``, and ``cp-sat`` if there are few tasks.
+        solver_s: Seconds on this machine, not on the simulated cluster, that a solver has for all plans.
         seed: Seed of all random values.
-        num_seeds: Simulations that decide how many GPUs are enough.
+        num_seeds: Number of simulations that decide how many GPUs are enough.
 
     Raises:
-        UnknownKeyError: A key that is not one of the above.
-        SpecError: A value is out of its bounds, or a rate of arrivals is given and not used.
+        UnknownKeyError: A key is not one of the above.
+        SpecError: A value is out of bounds, or ``arrivals_per_hour`` does not go with ``arrivals``.
     """
 
     nodes: int = Field(default=1, ge=1, le=4096, description="machines of the cluster")
@@ -153,11 +153,11 @@ def load_simulation(path: str | os.PathLike[str], overrides: Iterable[str] = ())
     """Read a simulation from a YAML file; the path of its trace is relative to the file.
 
     Args:
-        overrides: ``key=value`` each, as of :func:`alto.spec.load_task`.
+        overrides: ``key=value`` texts; see :func:`alto.spec.load_task`.
 
     Raises:
-        SpecError: As :func:`alto.spec.load_task` does, or a trace that cannot be read.
-        UnknownKeyError: As :class:`Simulation` does.
+        SpecError: See :func:`alto.spec.load_task`; or the trace cannot be read.
+        UnknownKeyError: See :class:`Simulation`.
     """
     path = Path(path)
     values = dict(overridden(read_mapping(path, "simulation", "nodes: 4"), overrides))

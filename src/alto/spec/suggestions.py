@@ -1,4 +1,4 @@
-"""Which key a misspelt one was meant to be."""
+"""Suggestions for misspelt keys."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ __all__ = ["nearest_key"]
 _MAX_CHARS = 64
 _MAX_COST = 2
 _MIN_PREFIX = 3
-"""Letters of a word that may stand for a longer word that begins with it."""
+"""Minimum number of letters of an abbreviation of a longer word."""
 
 
 def nearest_key(key: str, names: Iterable[str]) -> str | None:
-    """The one of ``names`` that ``key`` is a misspelling of; None if it is none.
+    """Return the name in ``names`` that ``key`` is a misspelling of, or None.
 
-    The two have the same letters but for ``_`` and ``-`` between words; or as many words, of which each is the same,
-    or cut short, or has one letter wrong, missing, added or exchanged with its neighbour. So ``save_steps`` is no
-    misspelling of ``max_steps``, nor ``deepspeed`` of ``seed``.
+    A misspelling has the same letters except for ``_`` and ``-`` between words; or it has the same number of words, and
+    at most two of them are shortened, or have one letter wrong, missing, added or exchanged with its neighbour. So
+    ``save_steps`` is not a misspelling of ``max_steps``, nor ``deepspeed`` of ``seed``.
     """
     if len(key) > _MAX_CHARS:
         return None
@@ -27,7 +27,7 @@ def nearest_key(key: str, names: Iterable[str]) -> str | None:
 
 
 def _cost(key: str, name: str) -> int | None:
-    """Words of ``key`` that are misspelt; None where it is something else than ``name``."""
+    """Return the number of misspelt words in ``key``; None if ``key`` is not a misspelling of ``name``."""
     words, meant = re.split("[_-]", key), name.split("_")
     if "".join(words) == "".join(meant):
         return 0
@@ -53,7 +53,7 @@ def _is_misspelt(word: str, meant: str) -> bool:
 
 
 def _differ_by_one(shorter: str, longer: str) -> bool:
-    """Whether one letter is another, missing, or exchanged with its neighbour."""
+    """Return whether exactly one letter is wrong, missing, or exchanged with its neighbour."""
     if len(longer) - len(shorter) > 1:
         return False
     start = next((i for i, pair in enumerate(zip(shorter, longer, strict=False)) if pair[0] != pair[1]), len(shorter))

@@ -1,4 +1,4 @@
-"""``target_parameters`` of a job, and what cannot be combined with it."""
+"""``target_parameters`` of a job, and the settings that cannot be combined with it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NAME = r"[A-Za-z0-9_.-]+"
 
 
 class _Config(Protocol):
-    """The fields of :class:`alto.spec.JobConfig` that are compared."""
+    """The fields of :class:`alto.spec.JobConfig` that :func:`check_targets` reads."""
 
     @property
     def target_modules(self) -> str | tuple[str, ...]: ...
@@ -39,10 +39,10 @@ class _Config(Protocol):
 
 
 def parameter_names(value: Any) -> tuple[str, ...]:
-    """``target_parameters``: sorted names of parameters.
+    """Return ``target_parameters`` as sorted names of parameters.
 
     Raises:
-        ValueError: It is not a list of different names.
+        ValueError: ``value`` is not a name or a list of different names.
     """
     names = (value,) if isinstance(value, str) else value
     if not isinstance(names, list | tuple) or not all(
@@ -58,10 +58,10 @@ def parameter_names(value: Any) -> tuple[str, ...]:
 
 
 def check_targets(config: _Config) -> None:
-    """Check what a job adapts.
+    """Check the modules and parameters that a job adapts.
 
     Raises:
-        ValueError: It is nothing, or ``target_parameters`` come with a setting that PEFT does not combine with them.
+        ValueError: There are none, or ``target_parameters`` is combined with a setting that it does not support.
     """
     if not config.target_modules and not config.target_parameters:
         raise ValueError(

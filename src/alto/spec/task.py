@@ -61,78 +61,76 @@ DEFAULT_METHOD = "sft"
 class Task(DataKeys):
     """One tuning task, checked completely by its constructor: every job of its search space is valid.
 
-    A job's fields (:class:`JobConfig`, aliases included) and settings of the task's method given beside the task's own
-    keys are fixed for every job. The keys about data are those of :class:`DataKeys`.
+    Fields of a job (:class:`JobConfig`, including aliases) and settings of the method may be given beside the task's
+    own keys; they are then fixed for every job. The keys about data are those of :class:`DataKeys`.
 
-    Two arguments are objects of Python, which no file has. ``model`` may be a loaded ``transformers.PreTrainedModel``,
-    with its ``tokenizer`` beside it, for a run in this process. ``config`` is a configuration of PEFT, transformers or
-    TRL, or a list of them; it sets the keys that are not given themselves.
+    Two arguments can be Python objects, which files cannot contain. ``model`` may be a loaded
+    ``transformers.PreTrainedModel``, given with its ``tokenizer``, for a run in this process. ``config`` is a
+    configuration of PEFT, transformers or TRL, or a list of them; it sets keys that are not given explicitly.
 
     Attributes:
-        method: ``sft`` learns replies; ``dpo``, ``orpo`` and ``cpo`` learn from pairs which of two is preferred,
-            ``kto`` from labels which replies are desirable; ``classification`` and ``regression`` learn the labels of
-            texts; packages may register others
-            (:class:`alto.spec.ObjectiveEntry`).
-        metric: Selects the best checkpoint of a job, the jobs that continue at rungs, and the best job: the validation
-            loss, or a metric of the method that is better when higher; where that is equal, the loss. Divergence and
-            overfitting are judged by losses in any case.
-        init_adapter: A saved LoRA adapter, or a run whose best one is meant: every job begins with it, and with a fresh
-            optimizer. Where the method compares with a reference, that is this adapter, as in TRL. Its ranks, targets,
-            scales and further tensors are those of the jobs; keys about them need not be given.
-        refit: The finished run whose best job is trained again on all rows, validation rows included; ``alto refit``
-            writes it, and there is no validation.
+        method: ``sft`` learns replies; ``dpo``, ``orpo`` and ``cpo`` learn from pairs which reply is preferred;
+            ``kto`` learns from labels which replies are desirable; ``classification`` and ``regression`` learn the
+            labels of texts. Packages may register others (:class:`alto.spec.ObjectiveEntry`).
+        metric: The metric that selects the best checkpoint of a job, the jobs that continue at rungs, and the best job:
+            the validation loss, or a metric of the method where higher is better; the loss breaks ties. Divergence and
+            overfitting are always judged by losses.
+        init_adapter: A saved LoRA adapter, or a run, whose best adapter is used: every job begins with it, and with a
+            fresh optimizer. If the method compares with a reference, this adapter is the reference, as in TRL. The jobs
+            have its ranks, targets, scales and extra tensors; keys about them need not be given.
+        refit: The finished run whose best job is trained again on all rows, including validation rows. ``alto refit``
+            writes it; there is no validation.
         num_gpus: GPUs the task runs on (``alto run``); on a machine without GPUs, CPU slots.
-        priority: A task of a lower priority never delays a waiting one of a higher.
-        tenant: Whose quota of GPUs the task counts against.
+        priority: Priority of the task; a waiting task is never delayed by a task of lower priority.
+        tenant: The tenant whose GPU quota the task counts against.
         share_executor: Whether the task may be trained in one process with other tasks on the same base model
-            (``alto run``), where all are done sooner; its results are the same.
+            (``alto run``) if all are done sooner that way; its results are the same.
         eval_steps: Share of a job's own steps between two evaluations (the ratio form of HF's field).
-        early_exit: A mapping of settings; true for the defaults, false for none.
-        search: How configurations are found in the search space, and what may be spent: a mapping of settings, or the
-            name of an algorithm.
-        repeat_by: Jobs of a grid that differ in nothing but this key repeat one configuration: rungs and the end of the
-            task rank configurations by the means of their jobs, and the best job of the best one is exported. ``none``:
-            every job is a configuration of its own.
-        search_space: What varies between jobs; ``auto`` are ranges around a usual learning rate for the base model's
-            hidden size, with ranks, batch sizes and ``lora_alpha`` 32.
-        select_by: What chooses the winner: ``metric``; ``eval_accuracy``: the best jobs answer the validation rows that
-            end in ``#### N``, and the most right answers win, ties by validation loss; or a mapping that names a
-            scorer of answers. All but ``metric`` on one GPU only.
-        num_finalists: How many of the best jobs by the metric are scored where ``select_by`` is not ``metric``.
-        num_samples: At the end of the task, the prompts of so many of the first validation rows are continued greedily
-            by the base, the best adapter and that of the next best job, to be read side by side. 0 or None: none. On
-            one GPU only.
-        sample_max_new_tokens: Longest continuation of such a prompt, in tokens.
-        report_to: Experiment trackers by name, ``all`` that are installed, or ``none``; ``auto`` is TensorBoard where
-            it is installed. Their settings come from their own environment variables.
-        gradient_checkpointing: Recompute activations instead of keeping them; ``auto`` lets the engine decide by the
-            memory.
-        load_in_4bit, load_in_8bit: Keep the base model's linear layers, but not its output head, in 4 bits (NF4 with
-            double quantisation) or in 8, as bitsandbytes does. A model that is quantised on disk needs neither.
+        early_exit: A mapping of settings; true for the defaults, false for no early exit.
+        search: How configurations are chosen from the search space, and the budget: a mapping of settings, or the name
+            of an algorithm.
+        repeat_by: The key in which repetitions of a configuration differ. Jobs of a grid that differ only in it repeat
+            one configuration: rungs and the end of the task rank configurations by the means of their jobs, and the
+            best job of the best configuration is exported. With ``none``, every job is a separate configuration.
+        search_space: Fields that vary between jobs; ``auto`` uses ranges around a usual learning rate for the base
+            model's hidden size, with ranks, batch sizes and ``lora_alpha`` 32.
+        select_by: The criterion that chooses the winner: ``metric``; ``eval_accuracy``: the best jobs answer the
+            validation rows that end in ``#### N``, and the most right answers win, ties by validation loss; or a
+            mapping that names a scorer of answers. All but ``metric`` need a single GPU.
+        num_finalists: Number of best jobs by the metric that are scored if ``select_by`` is not ``metric``.
+        num_samples: Number of validation prompts (the first rows) that the base, the best adapter and that of the next
+            best job continue greedily at the end of the task, for comparison. 0 or None: none. On one GPU only.
+        sample_max_new_tokens: Maximum length of such a continuation, in tokens.
+        report_to: Experiment trackers by name, ``all`` that are installed, or ``none``; ``auto`` is TensorBoard if it
+            is installed. Trackers read their settings from their own environment variables.
+        gradient_checkpointing: Recompute activations instead of keeping them; with ``auto`` the engine decides by the
+            available memory.
+        load_in_4bit, load_in_8bit: Keep the base model's linear layers, except its output head, in 4 bits (NF4 with
+            double quantisation) or in 8 bits with bitsandbytes. A model that is quantised on disk needs neither.
         adapter_dtype: Precision of adapters, their gradients and the state of ``adamw_torch``; ``bfloat16`` is PEFT's
-            ``autocast_adapter_dtype=False`` on a base of that precision.
-        optim_state_dtype: Precision of the state of ``adamw_torch``, where it is not that of the adapters: ``bfloat16``
-            is rounded at random, so that its means stay exact, and takes half of the memory of ``float32``. None is
-            that of the adapters, rounded to the nearest, as torch has it. Only where every job has ``adamw_torch``.
-        max_slots: Jobs resident at a time. None lets the engine decide: as many as fit and make a step faster. Beside
-            other tasks in a process, its jobs may also have slots that those leave empty.
-        max_tokens_per_step: Largest average number of tokens of a step of all residents; a single job may have more.
-            None lets the engine decide.
+            ``autocast_adapter_dtype=False`` on a base model of that precision.
+        optim_state_dtype: Precision of the state of ``adamw_torch``, if it differs from that of the adapters:
+            ``bfloat16`` uses stochastic rounding, which is exact on average, and half the memory of ``float32``. None
+            uses the adapters' precision, rounded to nearest as in torch. If set, all jobs must use ``adamw_torch``.
+        max_slots: Maximum number of resident jobs. None lets the engine decide: as many as fit and make a step faster.
+            If other tasks run in the same process, jobs may also use slots that those tasks leave empty.
+        max_tokens_per_step: Largest average number of tokens in a step of all resident jobs; a single job may have
+            more. None lets the engine decide.
         max_tokens_per_pass: Largest number of tokens of a micro-batch (one forward and backward pass); a larger step is
             split. None lets the engine decide by the device.
-        checkpoint_interval_s: Seconds of work that a killed run loses at most; checkpoints are less frequent where
+        checkpoint_interval_s: Maximum work, in seconds, that a killed run loses; checkpoints are less frequent if
             writing them would take more than a twentieth of the time.
-        keep: Whose adapters stay in the run's folder when the task ends: that of the ``winner``; those of the
-            ``finalists``: the winner, the jobs that did all their steps, those that were ranked at the last rung, and
-            those whose answers were scored; or ``all`` adapters, and the states from which jobs are resumed. Without
-            ``all``, a job that a rule ends loses that state at the next checkpoint, and a finished run takes no further
-            jobs.
+        keep: The adapters that stay in the run's folder when the task ends. ``winner``: only the winner's.
+            ``finalists``: those of the winner, of jobs that did all their steps, of jobs ranked at the last rung, and
+            of jobs whose answers were scored. ``all``: all adapters, and the states from which jobs are resumed.
+            Without ``all``, a job that a rule ends loses that state at the next checkpoint, and a finished run accepts
+            no further jobs.
 
     Raises:
         SpecError: A value is out of its domain, values contradict each other, two jobs are the same, or there are
-            too many of them.
-        UnknownKeyError, ConflictingKeysError: An unknown key, a field given twice.
-        UnsupportedError: A PEFT option that this version does not support.
+            too many jobs.
+        UnknownKeyError, ConflictingKeysError: A key is unknown, or a field is given twice.
+        UnsupportedError: A setting is not supported by this version.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -278,19 +276,18 @@ class Task(DataKeys):
 
     @property
     def jobs(self) -> tuple[Job, ...]:
-        """The jobs that the task begins with, always the same for equal tasks: of a grid all configurations of the
+        """The jobs that the task begins with, always the same for equal tasks. For a grid: all configurations of the
         search space, the last key varying fastest."""
         return self._jobs
 
     @property
     def repetitions(self) -> Mapping[str, str]:
-        """By job that repeats a configuration, or is repeated: the id of the first of these jobs; empty where none
-        is."""
+        """For each job whose configuration is repeated, the id of the first job with that configuration."""
         return self._repetitions
 
     @property
     def base_model(self) -> BaseModelSpec:
-        """The base model that the task names, and how it is to be loaded."""
+        """The base model that the task names, and how it is loaded."""
         return BaseModelSpec(
             id=self.model,
             dtype=self.dtype,
@@ -304,64 +301,64 @@ class Task(DataKeys):
 
     @property
     def objects(self) -> BaseObjects | None:
-        """The base model and its tokenizer, where they were given as objects. They are no key: the task is written
-        without them."""
+        """The base model and its tokenizer if they were given as objects. They are not keys: :meth:`to_dict` omits
+        them."""
         return self._origin.objects
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences about settings that are not taken over as they are."""
+        """Notes, as sentences, on settings that were not adopted unchanged."""
         return self._origin.notes
 
     @property
     def scoring(self) -> Scoring | None:
-        """What scores the answers of jobs; None where the metric alone chooses."""
+        """The scorer of the jobs' answers; None if the metric alone chooses the winner."""
         if isinstance(self.select_by, Scoring):
             return self.select_by
         return None if self.select_by == "metric" else Scoring(scorer="exact_match")
 
     @property
     def label_set(self) -> LabelSet | None:
-        """The labels of its rows, once they are known; None where there are none."""
+        """The labels of the task's rows once they are known, else None."""
         if self.problem_type is None or self.id2label is None:
             return None
         return LabelSet(problem_type=self.problem_type, names=self.id2label)
 
     def with_labels(self, labels: LabelSet) -> Self:
-        """The task with the labels that were found in its rows."""
+        """Return the task with the labels that were found in its rows."""
         return self.replace(problem_type=labels.problem_type, num_labels=None, id2label=labels.names)
 
     def with_note(self, note: str) -> Self:
-        """The task with a further note."""
+        """Return the task with a further note."""
         found = self.replace()
         found._origin = replace(found._origin, notes=(*self.notes, note))
         return found
 
     @property
     def needs_trust(self) -> bool:
-        """Whether it runs code, or reaches a server, that only its own file names."""
+        """Whether the task runs code, or contacts a server, that its file names."""
         return self.trust_remote_code or (self.scoring is not None and self.scoring.reaches_outside)
 
     @property
     def fixed(self) -> dict[str, Any]:
-        """The fields fixed for every job at the top level: canonical names to values as written."""
+        """The fields that the top level fixes for every job: canonical names to values as written."""
         return dict(self._fixed)
 
     def job_config(self, values: Mapping[str, Any]) -> JobConfig:
-        """The configuration of a job of this task from one flat mapping; see :meth:`JobConfig.of`."""
+        """Return the configuration of a job of this task from one flat mapping; see :meth:`JobConfig.of`."""
         config = self._expansion.config(values)
         check_state_dtype(self.optim_state_dtype, config)
         return config
 
     def extreme_configs(self) -> Iterator[JobConfig]:
-        """Configurations that a search may choose while the task runs: every listed value, and both ends of ranges;
-        of a search that chooses none, nothing."""
+        """Yield configurations that the search ``tpe`` may choose later, with every listed value and both ends of
+        ranges; nothing for other searches."""
         if self.search.algorithm == "tpe":
             for varied in self.search_space.extremes(self.data_seed):
                 yield self.job_config({**self._fixed, **varied})
 
     def to_dict(self) -> dict[str, Any]:
-        """The task under canonical keys, defaults included: ``Task(**task.to_dict()) == task``."""
+        """Return the task under canonical keys, including defaults: ``Task(**task.to_dict()) == task``."""
         own = self.model_dump(mode="json", exclude={"early_exit", "search", "search_space", "select_by"})
         own["select_by"] = self.select_by if isinstance(self.select_by, str) else self.select_by.to_dict()
         search = self.search.model_dump(mode="json", exclude_defaults=True)
@@ -371,15 +368,15 @@ class Task(DataKeys):
         return {**own, **fixed, "early_exit": early_exit, "search": search, "search_space": space}
 
     def to_yaml(self) -> str:
-        """The task as a file that :func:`alto.spec.load_task` reads back to an equal task."""
+        """Return the text of a file that :func:`alto.spec.load_task` reads back to an equal task."""
         return write_yaml(self.to_dict())
 
     def replace(self, **changes: Any) -> Self:
-        """A new, fully checked task with some keys changed; the two ways to validate, or to test, replace each other. A
-        model that is an object stays, where no other model is named.
+        """Return a new, fully checked task with some keys changed. The two keys to validate (or test) replace each
+        other. A model that is an object stays unless another model is given.
 
         Raises:
-            SpecError: As the constructor does.
+            SpecError: See the constructor.
         """
         changes, objects = with_base_objects(changes)
         changes = _canonical(changes, _method_of({"method": self.method, **changes}))
@@ -401,9 +398,9 @@ TASK_FIELDS: tuple[str, ...] = tuple(Task.model_fields)
 
 
 def _method_of(values: Mapping[str, Any]) -> Method:
-    """The method that ``values`` name in any spelling; it decides which other keys are allowed."""
+    """Return the method that ``values`` name in any spelling; it decides which other keys are allowed."""
     names = [value for key, value in values.items() if TASK_ALIASES.get(key, key) == "method"]
-    # A value that is not text is refused with the task's other values.
+    # A value that is not text is reported later, together with the task's other values.
     method = find_method(names[-1] if names and isinstance(names[-1], str) else DEFAULT_METHOD)
     taken = {*TASK_FIELDS, *JobConfig.model_fields, *JOB_ALIASES, *TASK_ALIASES, "paired"}
     clashing = sorted(taken & {*method.fields, *method.entry.settings.aliases})
@@ -416,14 +413,14 @@ def _method_of(values: Mapping[str, Any]) -> Method:
 
 
 def _canonical(values: Mapping[str, Any], method: Method) -> dict[str, Any]:
-    """``values`` by canonical names."""
+    """Return ``values`` under canonical names."""
     fields = (*TASK_FIELDS, *JOB_FIELDS, *method.known_keys)
     elsewhere = {key: "early_exit" for key in EarlyExit.model_fields if key not in fields}
     return canonical_keys(values, fields=fields, aliases=_aliases(method), where="the task", elsewhere=elsewhere)
 
 
 def _aliases(method: Method) -> dict[str, str]:
-    """Other spellings of all keys of a task of ``method``."""
+    """Return other spellings of all keys of a task of ``method``."""
     return {**JOB_ALIASES, **TASK_ALIASES, **method.aliases}
 
 

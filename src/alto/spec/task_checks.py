@@ -1,4 +1,4 @@
-"""Checks of a task's keys together, beyond the domains of single ones."""
+"""Checks of several keys of a task together; the values of single keys are checked by their fields."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def check_samples(num_samples: int | None, method: Method) -> None:
 
 
 def check_mixture(keys: DataKeys) -> None:
-    """Check that the keys of one dataset are set in the sources, where there are several."""
+    """Check that a mixture sets the keys of one dataset in its sources, not at the top level."""
     of_one = ("dataset_config", "dataset_train_split", "dataset_test_split", "columns")
     for key in of_one if keys.sources else ():
         if getattr(keys, key):
@@ -124,7 +124,7 @@ def check_train_on(train_on: str, method: Method) -> None:
 
 
 def check_state_dtype(state_dtype: str | None, config: JobConfig) -> None:
-    """Check that the optimizer of a job has a state whose precision can be chosen."""
+    """Check that the optimizer of a job has a state with selectable precision, if ``state_dtype`` is set."""
     if state_dtype is not None and config.optim != "adamw_torch":
         raise SpecError(
             f"optim_state_dtype should be left out with optim {config.optim!r}, whose state has a precision of its "
@@ -133,7 +133,7 @@ def check_state_dtype(state_dtype: str | None, config: JobConfig) -> None:
 
 
 def check_scored_rungs(scoring: Scoring | None, early_exit: EarlyExit, search: Search) -> None:
-    """Check that jobs are scored at rungs that there are."""
+    """Check that the rungs at which jobs are scored exist."""
     if scoring is None or not scoring.rungs:
         return
     if search.learns:

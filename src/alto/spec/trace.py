@@ -1,4 +1,4 @@
-"""Recorded tasks of a cluster, from a file."""
+"""Reading of a trace: recorded tasks of a cluster."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from alto.spec.validation import SpecModel
 __all__ = ["MAX_S", "MAX_TASKS", "MIN_S", "STEP_SHARE", "ArrivingTask", "read_trace"]
 
 MIN_S, MAX_S = 0.001, 1e9
-"""Bounds of durations, a millisecond and thirty years: between them a clock in floats counts every second."""
+"""Bounds of durations: a millisecond and thirty years. Up to there, a float clock still counts every second."""
 
 MAX_TASKS = 10**6
-"""Largest number of tasks of a simulation; more take hours."""
+"""Maximum number of tasks of a simulation; more would take hours."""
 
 STEP_SHARE = 0.5
-"""Default share of a task's duration that its steps take whatever they train."""
+"""Default share of a task's duration that is a fixed cost of its steps, whatever they train."""
 
 _MAX_BYTES = 512 * 1024**2
 
@@ -34,13 +34,14 @@ class ArrivingTask(SpecModel):
     """One task of a trace.
 
     Attributes:
-        arrival_s: Arrival, seconds from the start.
-        gpus: GPUs it runs on.
-        duration_s: Seconds of all of its work on them, without early exit.
-        tenant: Whose quota it counts against.
-        priority: A task of a lower priority never delays a waiting one of a higher.
-        base: Base model: tasks on one GPU with equal ones may share an executor; empty: the task has its own.
-        step_share: Share of its duration that its steps take whatever they train; tasks that share pay that once.
+        arrival_s: Time of arrival, in seconds from the start.
+        gpus: Number of GPUs the task runs on.
+        duration_s: Seconds of all its work on these GPUs, without early exit.
+        tenant: The tenant whose GPU quota the task counts against.
+        priority: Priority of the task; a waiting task is never delayed by a task of lower priority.
+        base: Base model; tasks on one GPU with the same base model may share an executor. Empty: the task shares none.
+        step_share: Share of the duration that is a fixed cost of the steps, whatever they train; tasks that share an
+            executor pay it once.
     """
 
     arrival_s: float = Field(ge=0, le=MAX_S, description="seconds from the start")
@@ -56,11 +57,11 @@ class ArrivingTask(SpecModel):
 
 
 def read_trace(path: Path) -> tuple[ArrivingTask, ...]:
-    """The tasks of a CSV file with a heading, or of JSON lines.
+    """Read the tasks of a CSV file with a header, or of JSON lines.
 
     Raises:
-        SpecError: No file, an invalid line, no task at all or more than `MAX_TASKS`.
-        UnknownKeyError: A key or column that a task does not have.
+        SpecError: The file cannot be read, a line is invalid, or there is no task or more than `MAX_TASKS`.
+        UnknownKeyError: A task has no such key or column.
     """
     try:
         text = read_bytes(path, _MAX_BYTES).decode("utf-8-sig")
@@ -93,7 +94,7 @@ def _csv_rows(text: str, path: Path) -> Iterable[tuple[int, dict[str, Any]]]:
 
 
 def _cell(key: str, text: Any) -> Any:
-    """A cell converted to its field's type; text that is not a number is kept, and refused by the field."""
+    """Convert a cell to its field's type; text that is not a number stays, and the field reports it."""
     kinds = {"arrival_s": float, "duration_s": float, "gpus": int, "priority": int, "step_share": float}
     try:
         return kinds[key](text) if key in kinds else text

@@ -1,7 +1,7 @@
-"""Keys of transformers' ``TrainingArguments``, of TRL's configurations and of PEFT's that tasks do not have, each with
-the reason in one line.
+"""Keys of transformers' ``TrainingArguments``, TRL's and PEFT's configurations that tasks do not have, with a one-line
+reason each.
 
-Sources: the dataclasses of transformers 5.23, TRL 1.16 and PEFT 0.21, and keys that earlier versions of them had.
+Sources: the dataclasses of transformers 5.23, TRL 1.16 and PEFT 0.21, and keys of their earlier versions.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ _NOT_NEEDED: Mapping[str, tuple[str, ...]] = {
 }
 
 NOT_NEEDED_KEYS: Mapping[str, str] = {key: reason for reason, keys in _NOT_NEEDED.items() for key in keys}
-"""Keys that would change nothing of what is learned, and why they are not needed."""
+"""Keys that would not change what is learned, with the reason why they are not needed."""
 
 _ORDER = (
     "Every job shuffles its rows in every epoch, by its own 'seed', and keeps the last, smaller batch; remove the key."
@@ -109,7 +109,7 @@ _OF_TRAINERS: Mapping[str, str] = {
     "optimizers": _OPTIMIZER,
     "optimizer_cls_and_kwargs": _OPTIMIZER,
 }
-"""Arguments of the trainers themselves, beside those that are keys of a task."""
+"""Arguments of the trainer classes that are not keys of a task, with the remedy."""
 
 UNSUPPORTED_TRAINER_KEYS: Mapping[str, str] = {
     **_OF_TRAINERS,
@@ -132,7 +132,7 @@ UNSUPPORTED_TRAINER_KEYS: Mapping[str, str] = {
     "tf32": "Products in float32 keep torch's own precision; write 'dtype: bfloat16' for faster ones.",
     "train_sampling_strategy": _ORDER,
 }
-"""Keys that would change what is learned, and what to do instead."""
+"""Keys that would change what is learned, with what to do instead."""
 
 _ACCELERATOR = {
     "split_batches": False,
@@ -142,7 +142,7 @@ _ACCELERATOR = {
     "non_blocking": False,
     "gradient_accumulation_kwargs": None,
 }
-"""The default of ``accelerator_config``, as transformers writes it."""
+"""The default of ``accelerator_config``, as transformers writes it to files."""
 
 TRAINER_OFF_VALUES: Mapping[str, tuple[Any, ...]] = {
     "optimizers": ((None, None), [None, None]),
@@ -169,7 +169,7 @@ TRAINER_OFF_VALUES: Mapping[str, tuple[Any, ...]] = {
         ),
         (True,),
     ),
-    # What they switch on is done in any case.
+    # ALTO always does what these keys switch on.
     **dict.fromkeys(
         (
             *("do_eval", "do_train", "load_best_model_at_end", "padding_free", "shuffle_dataset"),
@@ -189,7 +189,7 @@ TRAINER_OFF_VALUES: Mapping[str, tuple[Any, ...]] = {
     "deepspeed": ("", False),
     "disable_tqdm": (False, True),
     "do_predict": (False,),
-    # "no" without quotes is false in YAML 1.1.
+    # YAML 1.1 reads "no" without quotes as false.
     "eval_strategy": ("no", False),
     "evaluation_strategy": ("no", False),
     "eval_delay": (0,),
@@ -197,7 +197,7 @@ TRAINER_OFF_VALUES: Mapping[str, tuple[Any, ...]] = {
     "fsdp_config": ({},),
     "greater_is_better": (False,),
     "hub_strategy": ("every_save",),
-    # As transformers writes a token that it hides, or that there is none.
+    # Placeholders that transformers writes for a token that is hidden or not set.
     "hub_token": ("<HUB_TOKEN>",),
     "eos_token": ("<EOS_TOKEN>",),
     "pad_token": ("<PAD_TOKEN>",),
@@ -227,8 +227,7 @@ TRAINER_OFF_VALUES: Mapping[str, tuple[Any, ...]] = {
     "torch_empty_cache_steps": (0,),
     "train_sampling_strategy": ("random",),
 }
-"""Values, besides null, with which these keys ask for nothing that ALTO does not do: mostly their trainers' "
-"defaults."""
+"""Values, besides null, with which these keys need nothing that ALTO does not do; most are the trainers' defaults."""
 
 FIELD_DEFAULTS: Mapping[str, tuple[Any, ...]] = {
     "data_seed": (None,),
@@ -236,4 +235,4 @@ FIELD_DEFAULTS: Mapping[str, tuple[Any, ...]] = {
     "gradient_checkpointing": (None,),
     "max_steps": (-1,),
 }
-"""By field of a task: values that stand for the default in transformers' ``TrainingArguments``, and so here."""
+"""Values that mean the default in transformers' ``TrainingArguments``, and therefore in ALTO, by field of a task."""

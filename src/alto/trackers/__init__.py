@@ -1,6 +1,6 @@
 """Reports a run to experiment trackers; no tracker can delay or break training.
 
-``base`` defines the interface of a tracker, one module per tool implements it, ``feed`` calls it from journal entries,
+``base`` defines the interface of a tracker, one module per tool implements it, ``feed`` calls it for journal entries,
 and ``background`` runs it outside of the training thread.
 """
 

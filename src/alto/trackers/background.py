@@ -1,4 +1,4 @@
-"""Trackers on threads of their own, so that they cannot delay, break or fill the memory of training."""
+"""Runs trackers on their own threads, so that they cannot delay or break training, or fill its memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from alto.trackers.feed import Feed
 __all__ = ["MAX_WAITING_EVENTS", "BackgroundTracker", "tracking"]
 
 MAX_WAITING_EVENTS = 20_000
-"""Events kept for a tracker that lags behind; a run of 200 jobs, each evaluated 40 times, writes fewer."""
+"""Largest number of events kept for a slow tracker; a run of 200 jobs, each evaluated 40 times, writes fewer."""
 
 
 class BackgroundTracker(BackgroundObserver):
@@ -21,8 +21,6 @@ class BackgroundTracker(BackgroundObserver):
 
     Args:
         name: Name of the tracker, for warnings.
-        tracker: The tracker.
-        run_dir: Run directory.
         max_waiting: Largest number of events kept for a slow tracker.
     """
 
@@ -35,11 +33,11 @@ class BackgroundTracker(BackgroundObserver):
 def tracking(
     trackers: Mapping[str, Tracker], run_dir: Path, *, flush_timeout_s: float = FLUSH_TIMEOUT_S
 ) -> Iterator[tuple[Observer, ...]]:
-    """Observers for the journal of the run in ``run_dir``; leaving waits for the trackers, up to a timeout.
+    """Yield observers for the journal of the run in ``run_dir``; on exit, wait for the trackers up to a timeout.
 
     Args:
-        trackers: By the name that warnings use; each is used for this run alone.
-        flush_timeout_s: Longest wait at the end, for all of them together.
+        trackers: Trackers by their name in warnings; each is used for this run only.
+        flush_timeout_s: Longest wait on exit for all trackers together, in seconds.
     """
     workers = [BackgroundTracker(name, tracker, run_dir) for name, tracker in trackers.items()]
     with ending_in_time(workers, flush_timeout_s):

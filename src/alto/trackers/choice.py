@@ -1,4 +1,4 @@
-"""Which trackers a task reports to."""
+"""Chooses the trackers that a task reports to."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TRACKERS: dict[str, type[Tracker]] = {
 
 
 def chosen_trackers(task: Task) -> dict[str, Tracker]:
-    """A new tracker for each tool that ``task.report_to`` names; no tool is imported yet.
+    """Return a new tracker for each tool that ``task.report_to`` names; no tool is imported yet.
 
     Raises:
         UnsupportedError: A named tool is not installed.
@@ -50,6 +50,6 @@ def _names(report_to: str | Sequence[str]) -> Sequence[str]:
 
 
 def _is_installed(name: str) -> bool:
-    # A folder of that name in the working directory (wandb leaves one) is found too, but has no origin.
+    # find_spec also finds a folder of that name in the working directory (wandb leaves one), but it has no origin.
     spec = find_spec(name)
     return spec is not None and spec.origin is not None

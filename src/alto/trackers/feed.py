@@ -1,4 +1,4 @@
-"""Converts journal entries into the calls of a tracker."""
+"""Converts journal entries into calls of a tracker."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from alto.trackers.base import JobOutcome, Point, TrackedRun, Tracker
 
 __all__ = ["Feed"]
 
-# As TRL's trainers name them.
+# Names of these metrics in TRL's trainers.
 _TRL_NAMES = {
     "reward_accuracy": "rewards/accuracies",
     "reward_margin": "rewards/margins",
@@ -32,7 +32,7 @@ _TRL_NAMES = {
 
 
 class Feed:
-    """Calls a tracker for the entries of a run; events without a call are skipped."""
+    """Calls a tracker for the entries of a run; events that no tracker uses are skipped."""
 
     def __init__(self, tracker: Tracker, run_dir: Path) -> None:
         self._tracker = tracker
@@ -57,7 +57,7 @@ class Feed:
                 self._best_job = best_job
 
     def finish(self) -> None:
-        """Call the tracker for the end: no event will follow; it is not called for a run that never started."""
+        """Tell the tracker that no event will follow; a run that never started is not reported."""
         if self._jobs:
             self._tracker.finish(self._best_job)
 

@@ -1,4 +1,4 @@
-"""MLflow: a run for the task, and one nested in it for each job."""
+"""MLflow: one run for the task, and one nested run for each job."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _MAX_VALUE_CHARS = 6000
 class MlflowTracker:
     """Reports to the server and experiment that MLflow's environment variables name.
 
-    A resumed run continues the same MLflow runs; the steps that the server has are read from it and skipped.
+    A resumed run continues the same MLflow runs; it asks the server for their last steps and skips these and earlier
+    ones.
     """
 
     def start(self, run: TrackedRun) -> None:
@@ -75,7 +76,7 @@ class MlflowTracker:
             self._client.set_terminated(run_id, status="KILLED" if best_job is None else "FINISHED")
 
     def _open(self, job: str) -> str:
-        """The MLflow run of a job, running."""
+        """Return the MLflow run of a job, in the state RUNNING."""
         if job in self._open_jobs:
             return self._open_jobs[job]
         run_id = self._stored.id_of(job)

@@ -1,4 +1,4 @@
-"""The ids of a tool's own runs, in ``<run>/trackers/<tool>.json``, for when the run is resumed."""
+"""The ids of a tool's own runs in ``<run>/trackers/<tool>.json``, kept for a resumed run."""
 
 from __future__ import annotations
 
@@ -14,12 +14,7 @@ __all__ = ["StoredRuns"]
 
 
 class StoredRuns:
-    """Ids of one tool, and the jobs whose record there is complete.
-
-    Args:
-        run_dir: Run directory.
-        tool: Name of the tool.
-    """
+    """The run ids of one tool, and the jobs whose record in the tool is complete."""
 
     def __init__(self, run_dir: Path, tool: str) -> None:
         self._file = run_dir / "trackers" / f"{tool}.json"
@@ -29,16 +24,15 @@ class StoredRuns:
         self._ended_at: dict[str, int] = stored.get("ended_at", {})
 
     def id_of(self, what: str) -> str | None:
-        """The tool's id of ``what``, a job or ``run``; None where it has given none."""
+        """Return the tool's id of ``what``, a job or ``run``; None if there is none yet."""
         return self._ids.get(what)
 
     def set_id(self, what: str, tool_id: str) -> None:
-        """Save an id."""
         self._ids[what] = tool_id
         self._write()
 
     def ended_at(self, job: str) -> int:
-        """Steps of a job whose record was complete when it ended, 0 if it has not ended."""
+        """Return the step at which a job ended with a complete record; 0 if it has not ended."""
         return self._ended_at.get(job, 0)
 
     def set_ended(self, job: str, step: int) -> None:

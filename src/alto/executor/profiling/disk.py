@@ -1,4 +1,4 @@
-"""The disk space that the states of a task's jobs take, before it is trained."""
+"""The disk space that the states of a task's jobs need, computed before training."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ __all__ = ["disk_bytes", "disk_notes", "free_bytes", "with_free_space"]
 
 
 def disk_bytes(context: TaskContext, num_slots: int) -> int:
-    """Most bytes that the states of a task's jobs take on disk while it trains.
+    """Return the largest number of bytes that the states of a task's jobs take on disk during training.
 
-    The best adapter and the last state of every job, and both of every resident job once more, while a checkpoint
-    replaces them. Jobs that a search adds until its time or its samples are spent are not counted: nobody knows how
-    many they will be.
+    That is the best adapter and the last state of every job, and both of every resident job once more while a
+    checkpoint replaces them. Jobs that a search adds until its time or its samples are spent are not counted, because
+    their number is unknown.
 
     Args:
-        context: The task, its jobs planned.
-        num_slots: Jobs that are resident at a time.
+        num_slots: Number of jobs that are resident at a time.
     """
     task = context.task
     sizes = sorted((_bytes_of(task, job) for job in context.jobs), reverse=True)
@@ -37,13 +36,13 @@ def disk_bytes(context: TaskContext, num_slots: int) -> int:
 
 
 def free_bytes(folder: Path) -> int:
-    """Bytes that are free where ``folder`` is, or would be made."""
+    """Return the free bytes on the disk that holds ``folder``, or would hold it."""
     existing = next(path for path in (folder.resolve(), *folder.resolve().parents) if path.exists())
     return shutil.disk_usage(existing).free
 
 
 def disk_notes(needed: int, free: int, folder: Path) -> tuple[str, ...]:
-    """A note where a task may need more disk space than is free in ``folder``."""
+    """Return a note if a task may need more disk space than is free in ``folder``."""
     if needed <= free:
         return ()
     return (
@@ -54,14 +53,14 @@ def disk_notes(needed: int, free: int, folder: Path) -> tuple[str, ...]:
 
 
 def with_free_space(plan: TaskPlan, output_dir: Path) -> TaskPlan:
-    """``plan`` with the bytes that are free where its run would be made, and a note where they may not do."""
+    """Return ``plan`` with the free bytes at the place of its run, and a note if they may be too few."""
     free = free_bytes(output_dir)
     notes = disk_notes(plan.disk_bytes, free, output_dir.resolve())
     return replace(plan, disk_free_bytes=free, notes=(*plan.notes, *notes))
 
 
 def _bytes_of(task: Task, job: PlannedJob) -> int:
-    """Bytes of the best adapter and the last state of a job: as many as of a slot, whose gradients are as large as a
-    second copy of the weights."""
+    """Return the bytes of a job's best adapter and last state. They equal the bytes of a slot, whose gradients are as
+    large as a second copy of the weights."""
     dtype, state_dtype = ADAPTER_DTYPES[task.adapter_dtype], state_dtype_of(task.optim_state_dtype)
     return bank_bytes(layout_of([job.shape]), 1, {job.config.optim}, dtype, None, state_dtype)

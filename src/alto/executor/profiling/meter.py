@@ -1,4 +1,4 @@
-"""Peak memory of this process, and the memory of the device."""
+"""Measures the peak memory of this process and the memory of the device."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.lim
 
 
 def capacity_bytes(device: torch.device, num_ranks: int = 1) -> int:
-    """Memory of ``device`` for one rank. On a CPU: the memory of the machine, as limited by a container or ``ulimit
-    -v``, divided by the number of ranks.
+    """Return the memory of ``device`` for one rank. On a CPU this is the smallest of three limits: the memory of the
+    machine and the container's limit, each divided by the number of ranks, and ``ulimit -v``.
 
     Raises:
         UnsupportedError: The operating system does not report it.
@@ -46,7 +46,7 @@ def capacity_bytes(device: torch.device, num_ranks: int = 1) -> int:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Reset the peak, where the operating system can. Elsewhere the peak only grows, so small steps are measured
+    """Reset the peak if the operating system can. If it cannot, the peak only grows, so small steps are measured
     first."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -54,19 +54,20 @@ def reset_peak(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
         return
     with contextlib.suppress(OSError, AttributeError):
-        # Freed memory that the C library keeps would count for the next step.
+        # Otherwise freed memory that the C library keeps would count for the next step.
         ctypes.CDLL(None).malloc_trim(0)
     with contextlib.suppress(OSError):
         _CLEAR_REFS.write_text("5")
 
 
 def peak_bytes(device: torch.device) -> int:
-    """On CUDA the allocator's peak since :func:`reset_peak`; else the peak resident size of this process."""
+    """Return the allocator's peak since :func:`reset_peak` on CUDA; otherwise the peak resident size of this
+    process."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_reserved(device)
     if _STATUS.is_file():
-        # Not getrusage: its peak of a process starts with that of the parent process.
+        # Do not use getrusage here: its peak starts with the peak of the parent process.
         fields = dict(line.split(":", 1) for line in _STATUS.read_text().splitlines())
         return 1024 * int(fields["VmHWM"].split()[0])
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

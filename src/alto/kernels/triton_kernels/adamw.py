@@ -1,4 +1,4 @@
-"""One AdamW step of many rows of the bank, each with its own settings, in one launch."""
+"""One AdamW step for many rows of the bank, each with its own settings, in one launch."""
 
 from __future__ import annotations
 
@@ -28,16 +28,17 @@ def adamw_kernel(
     BLOCK: tl.constexpr,
     ACCUMULATOR: tl.constexpr,
 ):
-    """Grid: blocks of ``BLOCK`` columns of the longest row, rows ``U``.
+    """Take one AdamW step. Grid: blocks of ``BLOCK`` columns of the longest row, rows ``U``.
 
     Args:
-        rows_U7: Row of the bank, where its parts end (:class:`alto.kernels.RowParts`), whether its gradient is set to
+        rows_U7: Row of the bank, ends of its parts (:class:`alto.kernels.RowParts`), whether its gradient is set to
             zero, and the key of its rounding, 32 bits, int64.
-        settings_U10: Per row the rates of ``A`` and of ``B``, β₁, 1 - β₁, β₂, 1 - β₂, ε, weight decay, 1 - β₁ᵗ and
-            1 - β₂ᵗ. The differences come from the host's float64: formed here they would lose half their digits.
-        working_ZP: Copies of the parameters in another dtype; any tensor where there are none (``HAS_WORKING``).
-        ROUNDS_AT_RANDOM: Whether the moments are rounded to bfloat16 by that key; else as their dtype is.
-        ALIGNMENT: A power of two that divides the distance of two rows.
+        settings_U10: Per row the learning rates of ``A`` and of ``B``, β₁, 1 - β₁, β₂, 1 - β₂, ε, weight decay, 1 - β₁ᵗ
+            and 1 - β₂ᵗ. The host computes the differences in float64, because here they would lose half their digits.
+        working_ZP: Copies of the parameters in another dtype; any tensor without ``HAS_WORKING``.
+        ROUNDS_AT_RANDOM: Whether the moments are rounded to bfloat16 with the row's key; otherwise they are rounded to
+            nearest.
+        ALIGNMENT: A power of two that divides the distance between rows.
     """
     row = rows_U7 + 7 * tl.program_id(1)
     start = tl.program_id(0).to(tl.int64) * BLOCK
@@ -47,7 +48,7 @@ def adamw_kernel(
     base = tl.multiple_of(tl.load(row) * stride_z, ALIGNMENT)
     grad_scale = tl.load(grad_scales_U + tl.program_id(1))
     settings = settings_U10 + 10 * tl.program_id(1)
-    # A full block needs no mask, which would keep the compiler from moving whole vectors.
+    # A full block has no mask, because a mask would keep the compiler from moving whole vectors.
     if start + BLOCK <= end:
         _update(
             params_ZP + base,

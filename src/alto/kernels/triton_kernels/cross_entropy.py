@@ -1,4 +1,4 @@
-"""The loss of every token of a chunk of logits, which their gradient takes the place of."""
+"""The loss of every token of a chunk of logits, and its gradient, which may overwrite the logits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def cross_entropy_kernel(
     BLOCK: tl.constexpr,
     ACCUMULATOR: tl.constexpr,
 ):
-    """``losses = logsumexp(logits) - logits[target]``, and its gradient. Grid: runs of ``ROWS`` tokens.
+    """Compute ``losses = logsumexp(logits) - logits[target]`` and its gradient. Grid: runs of ``ROWS`` tokens.
 
     Args:
         logits_CV: Read once for the loss, and once more for the gradient.
@@ -42,16 +42,16 @@ def cross_entropy_kernel(
         is_inside = is_token[:, None] & (columns < width)
         logits = tl.load(logits_V + columns, mask=is_inside, other=-float("inf")).to(ACCUMULATOR)
         next_highest = tl.maximum(highest, tl.max(logits, axis=1))
-        # Where all logits so far are -inf, any finite number will do.
+        # If all logits so far are -inf, any finite reference works.
         reference = tl.where(next_highest == -float("inf"), 0.0, next_highest)
         totals = totals * tl.exp(highest - reference) + tl.sum(tl.exp(logits - reference[:, None]), axis=1)
         highest = next_highest
-    # Of rows that are no tokens it is 0.
+    # Rows past the last token get 0.
     log_totals = tl.where(is_token, highest, 0.0) + tl.log(tl.where(is_token, totals, 1.0))
     tl.store(losses_C + tokens, log_totals - at_targets, mask=is_token)
     if HAS_GRADIENT:
         gradient_V = gradient_CV + (tokens * stride_gradient_c)[:, None]
-        # Every thread has read the target before another one writes its gradient there.
+        # Make sure that all threads have read the target's logit before any thread overwrites it with a gradient.
         tl.debug_barrier()
         for first in range(0, width, BLOCK):
             columns = (first + tl.arange(0, BLOCK))[None, :]

@@ -1,4 +1,4 @@
-"""The masks of :mod:`alto.kernels.dropout`, bit by bit, made where they are used."""
+"""The masks of :mod:`alto.kernels.dropout`, with identical bits, computed where they are used."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ __all__ = ["hashed", "is_kept", "token_keys"]
 
 @triton.jit
 def token_keys(stream_key, number, tokens):
-    """The hash of everything but the feature, uint32.
+    """Return the hash of everything except the feature, uint32.
 
     Args:
-        stream_key: Of the segment, 32 bits as int32.
-        number: Of the group.
-        tokens: Places in the job's batch.
+        stream_key: Key of the segment, 32 bits as int32.
+        number: Number of the group.
+        tokens: Positions in the job's batch.
     """
     group_key = hashed(stream_key.to(tl.uint32, bitcast=True) + number.to(tl.uint32) + 1)
     return hashed(group_key + tokens.to(tl.uint32))
@@ -23,13 +23,13 @@ def token_keys(stream_key, number, tokens):
 
 @triton.jit
 def is_kept(token_keys, features, threshold):
-    """Whether each element is kept; ``threshold`` is 32 bits as int32."""
+    """Return whether each element is kept; ``threshold`` is 32 bits as int32."""
     return hashed(token_keys + features.to(tl.uint32)) >= threshold.to(tl.uint32, bitcast=True)
 
 
 @triton.jit
 def hashed(x):
-    """The hash of 32 bits, uint32."""
+    """Return the hash of 32 bits, uint32."""
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)

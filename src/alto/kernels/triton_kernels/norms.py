@@ -1,4 +1,4 @@
-"""The norms of rows of the bank, in an order of summation that depends on the row's own size alone."""
+"""The norms of rows of the bank, with an order of summation that depends only on the row's own size."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ def square_sums_kernel(
     TURNS: tl.constexpr,
     ACCUMULATOR: tl.constexpr,
 ):
-    """The sum of squares of every ``BLOCK * TURNS`` numbers. Grid: such spans of the longest row, rows ``U``.
+    """Compute the sum of squares of every span of ``BLOCK * TURNS`` elements. Grid: spans of the longest row, rows
+    ``U``.
 
     Args:
-        rows_U2: Row of the bank and how many of its numbers count, int64.
-        ALIGNMENT: A power of two that divides the distance of two rows. Not their sizes: it decides which thread adds
-            which numbers, and so the bits of a sum, which are not to depend on how long other rows are.
+        rows_U2: Row of the bank and number of its elements that count, int64.
+        ALIGNMENT: A power of two that divides the distance between rows. It does not depend on the rows' sizes, because
+            it decides which thread adds which elements: the bits of a sum must not depend on the length of other rows.
     """
     span = tl.program_id(0)
     row = rows_U2 + 2 * tl.program_id(1)
@@ -36,7 +37,7 @@ def square_sums_kernel(
     if start >= size:
         return
     base = tl.multiple_of(tl.load(row) * stride_z, ALIGNMENT)
-    # A full span needs no mask, which would keep the compiler from moving whole vectors.
+    # A full span has no mask, because a mask would keep the compiler from moving whole vectors.
     if start + BLOCK * TURNS <= size:
         squares = _squares(grads_ZP + base, start, size, True, BLOCK, TURNS, ACCUMULATOR)
     else:
@@ -66,10 +67,10 @@ def _squares(
 def total_norms_kernel(
     sums_UC, norms_U, rows_U2, stride_u, BLOCK: tl.constexpr, SPAN: tl.constexpr, ACCUMULATOR: tl.constexpr
 ):
-    """The root of every row's sums. Grid: rows ``U``.
+    """Compute the square root of the sum of every row's sums. Grid: rows ``U``.
 
     Args:
-        SPAN: Numbers that one sum is of.
+        SPAN: Number of elements that each sum covers.
     """
     row = tl.program_id(0)
     num_sums = tl.cdiv(tl.load(rows_U2 + 2 * row + 1), SPAN)
@@ -82,10 +83,10 @@ def total_norms_kernel(
 
 @triton.jit(do_not_specialize=["stride_z"])
 def summed_norms_kernel(sums_ZC, norms_U, rows_U2, stride_z, BLOCK: tl.constexpr, ACCUMULATOR: tl.constexpr):
-    """The root of the sum of a row's first numbers. Grid: rows ``U``.
+    """Compute the square root of the sum of a row's first elements. Grid: rows ``U``.
 
     Args:
-        rows_U2: Row of ``sums_ZC`` and how many of its numbers count, int64.
+        rows_U2: Row of ``sums_ZC`` and number of its elements that count, int64.
     """
     row = rows_U2 + 2 * tl.program_id(0)
     sums_C = sums_ZC + tl.load(row) * stride_z

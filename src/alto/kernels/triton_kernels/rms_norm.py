@@ -1,4 +1,4 @@
-"""RMS norms of a frozen base, forward and backward: whole rows in registers, read once and written once."""
+"""RMS norms of a frozen base, forward and backward; whole rows stay in registers, and are read and written once."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def rms_norm_kernel(
     BLOCK: tl.constexpr,
     ACCUMULATOR: tl.constexpr,
 ):
-    """Grid: runs of ``ROWS`` rows.
+    """Compute RMS norms. Grid: runs of ``ROWS`` rows.
 
     Args:
-        x_MH: Rows ``stride_m`` apart, ``width`` numbers each, which are next to each other.
+        x_MH: Rows of ``width`` adjacent elements, ``stride_m`` apart.
         y_MH: Contiguous.
-        KIND: What is rounded when.
-        BLOCK: A power of two from ``width`` on.
+        KIND: The rounding; see :class:`alto.kernels.layer_reference.NormKind`.
+        BLOCK: A power of two, at least ``width``.
     """
     rows, columns, is_inside = _tile(width, num_rows, ROWS, BLOCK)
     x = tl.load(x_MH + rows * stride_m + columns, mask=is_inside, other=0.0).to(ACCUMULATOR)
@@ -60,8 +60,11 @@ def rms_norm_backward_kernel(
     BLOCK: tl.constexpr,
     ACCUMULATOR: tl.constexpr,
 ):
-    """The gradient towards ``x_MH``; the root mean squares are computed again, since ``x_MH`` is read anyway. Grid and
-    arguments as of :func:`rms_norm_kernel`."""
+    """Compute the gradient with respect to ``x_MH``.
+
+    The root mean squares are recomputed, because ``x_MH`` is read anyway. Grid and arguments are those of
+    :func:`rms_norm_kernel`.
+    """
     rows, columns, is_inside = _tile(width, num_rows, ROWS, BLOCK)
     x = tl.load(x_MH + rows * stride_m + columns, mask=is_inside, other=0.0).to(ACCUMULATOR)
     inverse = _inverse_rms(x, width, EPSILON)

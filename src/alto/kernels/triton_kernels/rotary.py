@@ -1,4 +1,4 @@
-"""Rotary position embeddings of queries and keys, forward and backward, both in one launch."""
+"""Rotary position embeddings, forward and backward; queries and keys share one launch."""
 
 from __future__ import annotations
 
@@ -33,18 +33,19 @@ def rotary_kernel(
     BLOCK: tl.constexpr,
     ACCUMULATOR: tl.constexpr,
 ):
-    """Forward ``x cos + (-x2, x1) sin`` of heads ``x = (x1, x2)``; backward the gradient towards ``x``, of which
-    ``q_TND`` and ``k_TGD`` are then the gradients of the outputs.
+    """Compute ``x cos + (-x2, x1) sin`` for heads ``x = (x1, x2)``, or in the backward pass the gradient with respect
+    to ``x``.
 
-    Grid: runs of ``ROWS`` tokens times blocks of ``HEADS`` heads, those of the queries first.
+    In the backward pass, ``q_TND`` and ``k_TGD`` are the gradients of the outputs. Grid: runs of ``ROWS`` tokens times
+    blocks of ``HEADS`` heads, query heads first.
 
     Args:
-        q_TND: ``num_q`` heads of every token, ``2 · half`` numbers each, which are next to each other.
-        k_TGD: ``num_k`` heads.
-        cos_TD: Of every token; next to each other, as those of ``sin_TD``.
-        q_out_TND: Contiguous, as ``k_out_TGD``.
+        q_TND: ``num_q`` heads per token, each of ``2 · half`` adjacent elements.
+        k_TGD: ``num_k`` heads per token, in the same form.
+        cos_TD, sin_TD: Adjacent values for every token.
+        q_out_TND, k_out_TGD: Contiguous.
         IS_ROUNDED: Whether the two products are rounded to the dtype of the output before they are added.
-        BLOCK: A power of two from ``half`` on.
+        BLOCK: A power of two, at least ``half``.
     """
     blocks_q, blocks_k = tl.cdiv(num_q, HEADS), tl.cdiv(num_k, HEADS)
     blocks = blocks_q + blocks_k
@@ -58,7 +59,7 @@ def rotary_kernel(
     sin1 = tl.load(sin, mask=is_inside, other=0.0).to(ACCUMULATOR)
     sin2 = tl.load(sin + half, mask=is_inside, other=0.0).to(ACCUMULATOR)
     if IS_BACKWARD:
-        # Each sine belongs to the gradient of the other half, with the other sign.
+        # In the gradient, each sine applies to the other half, with the opposite sign.
         sin1, sin2 = -sin2, -sin1
     if block < blocks_q:
         heads = (block * HEADS + tl.arange(0, HEADS))[None, :, None]

@@ -1,4 +1,4 @@
-"""Columns of a row of the bank, of which the last block may be in part another row's."""
+"""Loads and stores of columns of a row of the bank; the last block may extend into another row."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["load_columns", "store_columns"]
 
 @triton.jit
 def load_columns(row_P, columns, end, IS_FULL: tl.constexpr):
-    """``row[columns]``, zero from ``end`` on.
+    """Return ``row[columns]``, zero from ``end`` on.
 
     Args:
-        IS_FULL: All of the columns are known to lie before ``end``.
+        IS_FULL: Whether all columns are known to lie before ``end``.
     """
     if IS_FULL:
         return tl.load(row_P + columns)
@@ -23,7 +23,7 @@ def load_columns(row_P, columns, end, IS_FULL: tl.constexpr):
 
 @triton.jit
 def store_columns(row_P, columns, values, end, IS_FULL: tl.constexpr):
-    """``row[columns] = values`` before ``end``."""
+    """Write ``row[columns] = values`` before ``end``."""
     if IS_FULL:
         tl.store(row_P + columns, values)
     else:

@@ -1,4 +1,4 @@
-"""The gated product of an MLP, ``silu(gate) · up``, and its gradients, which compute the activation again."""
+"""The gated product of an MLP, ``silu(gate) · up``, and its gradients, which recompute the activation."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def swiglu_kernel(
     BLOCK: tl.constexpr,
     ACCUMULATOR: tl.constexpr,
 ):
-    """Grid: runs of ``ROWS`` tokens times blocks of ``BLOCK`` columns.
+    """Compute the gated product. Grid: runs of ``ROWS`` tokens times blocks of ``BLOCK`` columns.
 
     Args:
-        gate_TI: Rows ``stride_gate_t`` apart, ``width`` numbers each, which are next to each other.
-        up_TI: As ``gate_TI``.
+        gate_TI: Rows of ``width`` adjacent elements, ``stride_gate_t`` apart.
+        up_TI: Rows in the same form, ``stride_up_t`` apart.
         y_TI: Contiguous.
     """
     token, columns, is_inside = _block(width, num_tokens, ROWS, BLOCK)
@@ -51,7 +51,7 @@ def swiglu_backward_kernel(
     BLOCK: tl.constexpr,
     ACCUMULATOR: tl.constexpr,
 ):
-    """Both gradients, contiguous; grid and arguments as of :func:`swiglu_kernel`."""
+    """Compute both gradients, contiguous; grid and arguments are those of :func:`swiglu_kernel`."""
     token, columns, is_inside = _block(width, num_tokens, ROWS, BLOCK)
     dy = tl.load(dy_TI + token * stride_dy_t + columns, mask=is_inside, other=0.0).to(ACCUMULATOR)
     gate = tl.load(gate_TI + token * stride_gate_t + columns, mask=is_inside, other=0.0).to(ACCUMULATOR)
@@ -78,5 +78,5 @@ def _sigmoid(x):
 
 @triton.jit
 def _rounded(x, like):
-    """``x`` as it is after a round trip through the dtype of ``like``."""
+    """Return ``x`` after a round trip through the dtype of ``like``."""
     return x.to(like.dtype.element_ty).to(x.dtype)

@@ -1,6 +1,6 @@
 """Typed events of the journals of runs and queues, one class each, and the codec between classes and lines.
 
-``run_events``, ``job_events`` and ``queue_events`` have the classes, ``facts`` the parts of their fields, ``names``
+``run_events``, ``job_events`` and ``queue_events`` define the classes, ``facts`` the parts of their fields, ``names``
 their names in a journal; ``codec`` reads and writes lines.
 """
 

@@ -1,4 +1,4 @@
-"""Metadata for the codec: how a field is written in JSON, where its name and type do not define it."""
+"""Metadata for the codec: how a field is written in JSON if its name and type do not define it."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def wire(
     value_aliases: Mapping[str, str] | None = None,
     damaged_is_none: bool = False,
 ) -> dict[str, Any]:
-    """Metadata of a dataclass field.
+    """Return the metadata of a dataclass field.
 
     Args:
-        if_absent: JSON value for a journal without the field. A field with neither this nor a default is required.
-        always: Write the field even if it has its default, which is left out otherwise.
-        aliases: Names that the field had in earlier versions.
-        key_aliases: Of a mapping: earlier names of its keys, each with the current one.
-        value_aliases: Of a text: earlier spellings, each with the current one.
-        damaged_is_none: A value of another type is read as None, not refused.
+        if_absent: JSON value used for a journal without the field. A field with neither this nor a default is required.
+        always: Whether to write the field even if it has its default, which is otherwise left out.
+        aliases: Names of the field in earlier versions.
+        key_aliases: For a mapping: earlier names of its keys, each with the current one.
+        value_aliases: For a text: earlier spellings, each with the current one.
+        damaged_is_none: Whether a value of another type is read as None, not refused.
     """
     told = {
         ALWAYS: always,

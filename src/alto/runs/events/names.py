@@ -53,10 +53,10 @@ WIRE_NAMES: Mapping[type, str] = {
     queue.MeasuringBegun: "measuring",
     queue.TaskMeasured: "measured",
 }
-"""Name on the wire by class."""
+"""Name in journals by class."""
 
 RELAYED = "relayed"
 """Name of the event that holds an event of another journal; only observers see it."""
 
 CLASSES: Mapping[str, type] = {name: event for event, name in WIRE_NAMES.items()}
-"""Class by name on the wire."""
+"""Class by name in journals."""

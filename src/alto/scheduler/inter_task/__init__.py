@@ -1,5 +1,7 @@
-"""Which task runs on which GPUs, and when: ``P | size_j | C_max`` with nodes, releases, priorities and quotas, and with
-tasks that share executors. Pure."""
+"""Decides which task runs on which GPUs, and when. Pure.
+
+The problem is ``P | size_j | C_max`` with nodes, releases, priorities, quotas, and tasks that share executors.
+"""
 
 from alto.scheduler.inter_task.colocation import (
     Member,

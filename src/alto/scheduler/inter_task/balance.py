@@ -1,4 +1,4 @@
-"""Local search for clusters too large to be solved whole: moves tasks between nodes until all nodes end at about the
+"""Local search for clusters too large to solve as a whole: moves tasks between nodes until all nodes end at about the
 same time."""
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from alto.scheduler.inter_task.reservations import Reservation
 __all__ = ["balanced_reservations"]
 
 _TRIES = 30
-"""Tries of one cooling, for each task."""
+"""Tries of one cooling, per task."""
 
 _MAX_COOLINGS = 60
-"""Coolings in a row without improvement after which the search ends."""
+"""Consecutive coolings without improvement after which the search ends."""
 
 _WARMTH = 0.001
 """Share of the makespan by which a try may be worse at the beginning of a cooling."""
@@ -26,17 +26,16 @@ _WARMTH = 0.001
 def balanced_reservations(
     problem: SchedulingProblem, reservations: Sequence[Reservation], *, bound: float, deadline: float
 ) -> list[Reservation]:
-    """Reservations with the tasks of ``reservations`` moved and swapped between nodes, so that the last node to end
-    ends sooner.
+    """Move and swap tasks between nodes so that the last node ends sooner, and return the new reservations.
 
-    The tasks of one node are stacked by their width: the widest last, and among equals the longest last, each on the
-    GPUs that are free first counted from the end. Where widths divide each other no GPU waits in between, and the node
-    ends when its fullest GPU does. Moves and swaps are tried at random, and kept where of the two nodes the later ends
-    sooner than before, or a little later: that little shrinks to nothing (annealing), and then starts over.
+    The tasks of one node are stacked by width: the widest last, and among equals the longest last, each on the GPUs
+    that are free first, counted from the end. If widths divide each other, no GPU waits in between, and the node ends
+    when its fullest GPU does. Moves and swaps are tried at random. One is kept if the later of its two nodes ends
+    sooner than before, or only a little later. That tolerance shrinks to zero (annealing), and then starts over.
 
     Args:
         problem: The scheduling problem.
-        reservations: Each on one node, with no release, no quota and nothing of a higher priority in the way.
+        reservations: Reservations on one node each, without releases, quotas or tasks of a higher priority in the way.
         bound: The search ends once all tasks end by then.
         deadline: When to stop at the latest, by ``time.monotonic``.
     """
@@ -75,7 +74,7 @@ def _stack_order(demand: TaskDemand) -> tuple[float, ...]:
 
 
 class _Stack:
-    """One node: the tasks on it, stacked in reverse, from its end back to where its running tasks end."""
+    """One node and its tasks, stacked in reverse from the node's end back to the ends of its running tasks."""
 
     def __init__(self, problem: SchedulingProblem, name: str) -> None:
         (node,) = (node for node in problem.nodes if node.name == name)
@@ -85,16 +84,16 @@ class _Stack:
         self.tasks: list[TaskDemand] = []
         self.size = len(self.free_at)
         self.height = 0.0
-        # GPUs times seconds in which they are in use: no height is below area / size.
+        # GPU seconds in use; the height is never below area / size.
         self.area = 0.0
 
     def put(self, tasks: list[TaskDemand]) -> None:
-        """Replace the node's tasks by ``tasks``, which are in the order of stacking."""
+        """Replace the node's tasks by ``tasks``, given in the order of stacking."""
         self.tasks, self.height = tasks, self.height_of(tasks)
         self.area = sum(self.free_at) + sum(demand.num_gpus * demand.duration_s for demand in tasks)
 
     def height_of(self, tasks: Iterable[TaskDemand]) -> float:
-        """When the node ends with ``tasks``, which are in the order of stacking."""
+        """Return when the node ends with ``tasks``, given in the order of stacking."""
         columns = [(free_at, 0.0) for free_at in self.free_at]
         for demand in tasks:
             _stack(columns, demand)
@@ -110,7 +109,8 @@ class _Stack:
 
 
 def _stack(columns: list[tuple[float, float]], demand: TaskDemand) -> float:
-    """Put a task on the columns that are lowest, each ``(free_at + load, load)``, rising; returns its upper edge."""
+    """Put a task on the lowest of the columns, which are ``(free_at + load, load)`` in rising order; return its upper
+    edge."""
     width = demand.num_gpus
     upper = max(load for _, load in columns[:width]) + demand.duration_s
     columns[:width] = [(total - load + upper, upper) for total, load in columns[:width]]
@@ -119,7 +119,8 @@ def _stack(columns: list[tuple[float, float]], demand: TaskDemand) -> float:
 
 
 def _try(nodes: Sequence[_Stack], slack: float, generator: random.Random) -> bool:
-    """Swap two tasks of two nodes, or move one, if the later of the two then ends ``slack`` after it did at most."""
+    """Swap two tasks of two nodes, or move one, if the later of the two nodes then ends at most ``slack`` later than
+    now."""
     is_last = generator.random() < 0.2
     one = max(nodes, key=lambda node: node.height) if is_last else generator.choice(nodes)
     other = generator.choice(nodes)
@@ -133,7 +134,7 @@ def _try(nodes: Sequence[_Stack], slack: float, generator: random.Random) -> boo
 
 
 def _exchange(one: _Stack, mine: TaskDemand, other: _Stack, theirs: TaskDemand | None, limit: float) -> bool:
-    """Swap two tasks, or move one, if both nodes then end before ``limit``; whether they do."""
+    """Swap two tasks, or move one, if both nodes then end before ``limit``; return whether they do."""
     back = () if theirs is None else (theirs,)
     gain = mine.num_gpus * mine.duration_s - sum(task.num_gpus * task.duration_s for task in back)
     if other.area + gain >= other.size * limit or one.area - gain >= one.size * limit:

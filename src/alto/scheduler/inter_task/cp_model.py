@@ -1,4 +1,4 @@
-"""The scheduling problem as a CP-SAT model: intervals on nodes, a cumulative constraint each."""
+"""The scheduling problem as a CP-SAT model: intervals on nodes, and one cumulative constraint per node."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from alto.scheduler.inter_task.reservations import Reservation, fewest_nodes, ru
 __all__ = ["CpModel", "Solved"]
 
 NUM_WORKERS = 1
-"""A single search: many in turns take ten times as long for a dozen tasks, and prove no more for a hundred."""
+"""A single search worker: several take ten times as long for a dozen tasks, and prove no more for a hundred."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solved:
-    """What CP-SAT found: ``reservations`` is empty where it found nothing, ``bound`` is of its objective."""
+    """The result of CP-SAT: ``reservations`` is empty if it found none, ``bound`` is the bound of its objective."""
 
     reservations: tuple[Reservation, ...]
     bound: float
@@ -26,10 +26,10 @@ class Solved:
 
 
 class CpModel:
-    """Reservations for the tasks of ``problem`` that wait, in whole ticks, beside ``taken`` and what runs.
+    """Reservations for the waiting tasks of ``problem``, in whole ticks, beside ``taken`` and the running tasks.
 
-    A task has an interval, and on every node that may hold it an optional one with the same start; where it needs
-    several nodes, the number of GPUs on each is a variable too. A tenant's quota is a cumulative constraint over the
+    A task has an interval, and on every node that may hold it an optional interval with the same start. If it needs
+    several nodes, the number of GPUs on each is also a variable. A tenant's quota is a cumulative constraint over the
     tenant's intervals.
     """
 
@@ -62,14 +62,14 @@ class CpModel:
             self._model.add(self._makespan >= self._starts[demand.task] + int(demand.duration_s))
 
     def least_makespan(self, hint: Sequence[Reservation], *, at_least: float, deadline: float, gap: float) -> Solved:
-        """Reservations whose last end is as early as can be, or proven to be so to ``gap``, but never counted as
-        earlier than ``at_least``."""
+        """Find the reservations with the least makespan, proven to within ``gap``; a makespan below ``at_least`` is not
+        looked for."""
         self._model.add(self._makespan >= int(at_least))
         self._model.minimize(self._makespan)
         return self._solve(hint, deadline, gap)
 
     def least_completions(self, hint: Sequence[Reservation], *, makespan: float, deadline: float, gap: float) -> Solved:
-        """Reservations that end by ``makespan``, with the least sum of their ends, or proven to be so to ``gap``."""
+        """Find reservations that end by ``makespan`` with the least sum of ends, proven to within ``gap``."""
         self._model.add(self._makespan <= int(makespan))
         self._model.minimize(sum(self._starts.values()))
         return self._solve(hint, deadline, gap)
@@ -81,7 +81,7 @@ class CpModel:
                 self._uses[name].append((self._fixed(0, task.remaining_s), count))
             held.setdefault(task.tenant, []).append((task.remaining_s, len(task.gpus)))
         for tenant, uses in self._tenant_uses.items():
-            # A tenant may hold more than its quota, if that was lowered: then the last to end count.
+            # A tenant may hold more GPUs than its quota if the quota was lowered; then the last to end count.
             left = self._problem.quotas[tenant]
             for remaining, count in sorted(held.get(tenant, ()), reverse=True):
                 uses.append((self._fixed(0, remaining), min(count, left)))
@@ -121,7 +121,8 @@ class CpModel:
         self._starts[demand.task], self._presences[demand.task], self._counts[demand.task] = start, presences, counts
 
     def _break_symmetry(self) -> None:
-        """Of nodes that are alike and idle, the first task is on the first, the second on the first two, and so on."""
+        """Put the first task on the first of several equal idle nodes, the second on one of the first two, and so
+        on."""
         for names in self._alike:
             for position, demand in enumerate(self._widest_first):
                 for name in names[position + 1 :]:
@@ -143,7 +144,7 @@ class CpModel:
         by_task = {reservation.demand.task: reservation for reservation in reservations}
         renamed = {name: name for name in self._sizes}
         for names in self._alike:
-            # In the hint, too, the first task has to be on the first node.
+            # The hint must satisfy the symmetry breaking too: the first task on the first node.
             used = [name for demand in self._widest_first for name in by_task[demand.task].counts if name in names]
             renamed |= dict(zip(dict.fromkeys((*used, *names)), names, strict=True))
         for task, reservation in by_task.items():

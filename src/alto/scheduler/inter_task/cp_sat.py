@@ -24,36 +24,36 @@ from alto.scheduler.inter_task.ticks import in_ticks
 __all__ = ["cp_sat_schedule"]
 
 _MAX_WHOLE = 500
-"""Tasks times nodes up to which one model holds all of them."""
+"""Largest product of tasks and nodes that is solved in one model."""
 
 _TRIED_SEATS = 6_000
-"""Number of list schedules in other orders before the solver runs; a fraction of a second."""
+"""Number of tasks placed in list schedules of other orders, before the solver runs; this takes a fraction of a
+second."""
 
 _FINISH_SHARE = 0.1
-"""Share of the remaining time for the sum of completion times, where the makespan is not proven optimal."""
+"""Share of the remaining time for minimizing the sum of completion times, if a gap is allowed."""
 
 _RESERVE_S = 0.1
 _RESERVE_SHARE = 0.1
-"""For what comes after the solver, seconds or that share of little time: reading its answer, giving GPUs their numbers.
-"""
+"""Time reserved after the solver, in seconds or as a share of a short limit: to read its answer and to number GPUs."""
 
 
 def cp_sat_schedule(
     problem: SchedulingProblem, *, time_limit_s: float, hint: Schedule | None, gap: float = 0.0
 ) -> Schedule:
-    """The least makespan, and of those schedules the one with the least sum of completion times.
+    """Find the schedule with the least makespan, and among those the one with the least sum of completion times.
 
-    Priorities are solved one after the other, the highest first; those before are fixed, and the makespan counts from
-    their end. Times are whole ticks (see :func:`in_ticks`) until the schedule is found; where that rounds, it may end
-    as many ticks late as there are tasks, and the bound is lower by as much.
+    Priorities are solved one after the other, the highest first; earlier ones are then fixed, and the makespan counts
+    from their end. Times are whole ticks (see :func:`in_ticks`) until the schedule is found. If ticks round, the
+    schedule may end up to one tick per task later than the best, and the bound is lowered accordingly.
 
-    The same problem, hint and unlimited time give the same schedule. Where the time limit ends the search, the result
+    The same problem and hint with unlimited time give the same schedule. If the time limit ends the search, the result
     depends on the machine.
 
     Args:
         problem: The scheduling problem.
         time_limit_s: Time limit of the search, in seconds.
-        hint: An earlier schedule; None without one.
+        hint: An earlier schedule; None if there is none.
         gap: See :func:`schedule_tasks`.
 
     Raises:
@@ -63,7 +63,7 @@ def cp_sat_schedule(
     deadline = time.monotonic() + time_limit_s - min(_RESERVE_S, _RESERVE_SHARE * time_limit_s)
     ticks, tick_s, is_exact = in_ticks(problem)
     classes = priority_classes(ticks)
-    # Where ticks round, the schedule of lpt, which does not use them, may be better.
+    # If ticks round, the schedule of lpt, which does not use ticks, may be better.
     unrounded = place(problem, list_reservations(problem, "lpt")) if len(classes) == 1 and not is_exact else None
     reservations: list[Reservation] = []
     bound_s, is_proven = makespan_bound(problem), True
@@ -75,7 +75,7 @@ def cp_sat_schedule(
         reservations += search.best
         is_proven = is_proven and search.is_proven
         if number == 0:
-            # Later bounds hold for the reservations that were taken before, not for every schedule.
+            # Later bounds hold only for the reservations fixed before, not for every schedule.
             slack = 0 if is_exact else len(demands) + 1
             bound_s = max(bound_s, (search.bound - slack) * tick_s)
     placements = place(problem, reservations)
@@ -97,7 +97,7 @@ def _import_cp_model() -> ModuleType:
 
 
 class _Search:
-    """The search for reservations of one priority; ``best`` is the best so far, ``bound`` the lower bound."""
+    """The search for reservations of one priority; ``best`` is the best result so far, ``bound`` the lower bound."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class _Search:
             self._try_orders(deadline, times=sys.maxsize)
 
     def _hinted_start(self, demand: TaskDemand) -> tuple[float, float]:
-        """Tasks that are not in the earlier schedule come last, longest first."""
+        """Return a sort key by hinted start; tasks that are not in the hint come last, the longest first."""
         start_s = self._hinted[demand.task].start_s if demand.task in self._hinted else math.inf
         return start_s, -demand.duration_s
 
@@ -162,7 +162,7 @@ class _Search:
         if self._nodes_are_apart() and len(self._problem.nodes) > 1:
             now = time.monotonic()
             self._balance(now + 0.7 * (deadline - now))
-        # Wide tasks between narrow ones: other orders find these schedules sooner than a solver.
+        # Good schedules may put wide tasks between narrow ones; trying other orders finds them sooner than a solver.
         now = time.monotonic()
         self._try_orders(now + 0.1 * (deadline - now), times=_TRIED_SEATS // len(self._problem.pending))
         if self._is_too_long():
@@ -181,7 +181,7 @@ class _Search:
         self._keep(model.least_completions(self.best, makespan=makespan, deadline=deadline, gap=self._gap).reservations)
 
     def _nodes_are_apart(self) -> bool:
-        """Whether nothing but the GPUs of its own node keeps a task from starting."""
+        """Return whether only the GPUs of its own node can delay a task."""
         return not self._taken and not any(
             demand.release_s or demand.tenant in self._problem.quotas or len(reservation.counts) > 1
             for reservation in self.best
@@ -189,13 +189,14 @@ class _Search:
         )
 
     def _balance(self, deadline: float) -> None:
-        # Of the earlier schedule, too, which tasks share a node: stacked there at once, with no search.
+        # Try the nodes of the earlier schedule first, stacked without a search.
         on_hinted = [replace(reservation, counts=self._hinted_counts(reservation)) for reservation in self.best]
         self._keep(balanced_reservations(self._problem, on_hinted, bound=math.inf, deadline=deadline))
         self._keep(balanced_reservations(self._problem, self.best, bound=self.bound, deadline=deadline))
 
     def _hinted_counts(self, reservation: Reservation) -> Mapping[str, int]:
-        """The one node of a task in the earlier schedule, if it can be there still; else that of ``reservation``."""
+        """Return the node of a task in the hint if it used only one and the task still fits there, else
+        ``reservation``'s nodes."""
         placement = self._hinted.get(reservation.demand.task)
         names = {gpu.node for gpu in placement.gpus} if placement is not None else set()
         for name in names:
@@ -218,7 +219,7 @@ class _Search:
         )
 
     def _finish_nodes_sooner(self, deadline: float) -> None:
-        """Node by node, the least sum of completion times that keeps the makespan."""
+        """Minimize the sum of completion times node by node, keeping the makespan."""
         makespan = self._makespan(self.best)
         names = [node.name for node in self._problem.nodes]
         for number, name in enumerate(names):

@@ -1,4 +1,4 @@
-"""Divisions of tasks among executors: own work as even as it can be, and small changes of a division."""
+"""Divisions of tasks among executors: own work as even as possible, and small changes of a division."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Division = tuple["Bin", ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bin:
-    """An executor and the tasks that it is to have.
+    """An executor and the tasks planned for it.
 
     Attributes:
-        tasks: The tasks, all of which may share.
+        tasks: The planned tasks, all of which may share.
         executor: The running executor that they join; empty: a new one.
-        running: Of the tasks that run in it.
+        running: Sharing facts of the tasks that already run in it.
     """
 
     tasks: tuple[TaskDemand, ...] = ()
@@ -30,21 +30,21 @@ class Bin:
     running: tuple[Sharing, ...] = ()
 
     def holds(self, *tasks: TaskDemand) -> bool:
-        """Whether ``tasks`` fit together with those that run in it; one alone always does."""
+        """Return whether ``tasks`` fit together with the tasks that run in it; a single task always does."""
         if len(tasks) + len(self.running) <= 1:
             return True
         return fits([*self.running, *map(_sharing, tasks)])
 
 
 def divide(demands: Sequence[TaskDemand], bins: Sequence[Bin], loads_s: Sequence[float]) -> Division:
-    """The bins with all tasks, each put into the one with the least load that holds it, the largest own work first.
+    """Put each task into the bin with the least load that can hold it, the largest own work first, and return the bins.
 
-    A task that no bin holds has a new one. The steps of a bin are paid once: its first task counts whole.
+    A task that no bin can hold gets a new one. The steps of a bin are paid once, so only its first task counts in full.
 
     Args:
         demands: Tasks that may all share.
-        bins: Those that there are.
-        loads_s: Seconds of own work that each of them has to do, or of time before it can begin.
+        bins: The existing bins.
+        loads_s: Seconds of own work that each bin already has, or seconds until it can begin.
     """
     found, loads_s = list(bins), list(loads_s)
     heap = [(load_s, number) for number, load_s in enumerate(loads_s)]
@@ -67,9 +67,9 @@ def divide(demands: Sequence[TaskDemand], bins: Sequence[Bin], loads_s: Sequence
 
 
 def neighbours(division: Sequence[Bin]) -> Iterator[Division]:
-    """The divisions in which one task is moved to another bin or to one of its own, or two tasks are swapped.
+    """Yield the divisions in which one task moves to another bin or to a new one, or two tasks are swapped.
 
-    Tasks of the first bins come first, and the last bins are tried first for them.
+    Tasks of the first bins come first, and the last bins are tried first as their target.
     """
     bins = [item for item in division if item.tasks or item.executor]
     for here, item in enumerate(bins):

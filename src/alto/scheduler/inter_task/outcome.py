@@ -1,4 +1,4 @@
-"""Makes a schedule with its status from placements and a bound."""
+"""Makes a schedule and its status from placements and a bound."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["makespan_of", "schedule_from"]
 
 
 def makespan_of(placements: Iterable[Placement]) -> float:
-    """End of the last placement; 0 where there is none."""
+    """Return the end of the last placement; 0 if there is none."""
     return max((placement.end_s for placement in placements), default=0.0)
 
 
@@ -23,15 +23,16 @@ def schedule_from(
     bound_s: float,
     status: Literal["optimal", "feasible", "heuristic"],
 ) -> Schedule:
-    """A schedule that is ``optimal`` where it ends at the bound, else of ``status``.
+    """Make a schedule that is ``optimal`` if it ends at the bound; otherwise it has ``status``.
 
-    Bound and makespan are sums of the same times in another order, so they are equal where only rounding differs.
+    Bound and makespan may be sums of the same times in different orders, so they count as equal if only rounding
+    differs.
 
     Args:
-        method: Method that made it.
+        method: Method that made the schedule.
         placements: The placements.
         bound_s: Lower bound of the makespan, in seconds.
-        status: Status where the makespan is above the bound.
+        status: Status if the makespan is above the bound.
     """
     makespan_s = makespan_of(placements)
     if math.isclose(makespan_s, bound_s, rel_tol=1e-9):

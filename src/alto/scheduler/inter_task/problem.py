@@ -19,12 +19,12 @@ class TaskDemand:
     """A waiting task, for the scheduler.
 
     Attributes:
-        task: Unique among all tasks of a problem.
-        duration_s: Estimated, on ``num_gpus`` GPUs.
-        release_s: It starts no earlier; seconds from now.
-        priority: A task of a lower priority never delays a waiting one of a higher.
-        tenant: Whose quota its GPUs count against.
-        sharing: What is known for sharing an executor, which only tasks on one GPU do; None: it has its own.
+        task: Name, unique among all tasks of a problem.
+        duration_s: Estimated duration on ``num_gpus`` GPUs.
+        release_s: Earliest start, in seconds from now.
+        priority: A task never delays a waiting task of a higher priority.
+        tenant: The tenant whose quota the GPUs count against.
+        sharing: Facts for sharing an executor, which only tasks on one GPU do; None: the task has its own executor.
     """
 
     task: str
@@ -36,7 +36,7 @@ class TaskDemand:
     sharing: Sharing | None = None
 
     def lasting(self, duration_s: float) -> TaskDemand:
-        """The same task with another duration, of which its steps take the same share."""
+        """Return the same task with another duration; its steps keep their share of the duration."""
         sharing = self.sharing
         if sharing is not None:
             step_s = min(sharing.step_s / self.duration_s * duration_s, duration_s)
@@ -46,16 +46,14 @@ class TaskDemand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningTask:
-    """A task that runs already: it stays where it is for ``remaining_s`` more seconds.
+    """A running task: it stays where it is for ``remaining_s`` more seconds.
 
     Attributes:
-        gpus: Its GPUs.
-        remaining_s: As estimated; of a task that shares an executor, beside the others there.
-        tenant: Whose quota its GPUs count against.
-        priority: Its priority.
-        executor: Tasks with the same one share it, and its GPU; empty: the task has one of its own.
-        sharing: What is known for sharing; ``step_s`` is the part of ``remaining_s`` that its steps would take if it
-            ran alone for that time. Others may join an executor whose tasks all have it.
+        remaining_s: Estimated remaining seconds, counting the slowdown by other tasks in the same executor.
+        tenant: The tenant whose quota the GPUs count against.
+        executor: Name of the executor; tasks with the same name share it and its GPU. Empty: the task has its own.
+        sharing: Facts for sharing; ``step_s`` is the part of ``remaining_s`` that the steps would take if the task ran
+            alone for that time. Other tasks may join an executor if all its tasks have this.
     """
 
     task: str
@@ -69,17 +67,15 @@ class RunningTask:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulingProblem:
-    """Tasks that wait, on a cluster where others run.
+    """Waiting tasks, on a cluster where other tasks run.
 
     Attributes:
-        nodes: Those that have GPUs; others that were given are left out.
-        pending: Waiting tasks.
-        running: Running tasks.
-        quotas: The most GPUs a tenant has at a time; a tenant that is not named has no limit.
+        nodes: Nodes that have GPUs; nodes without GPUs are dropped.
+        quotas: Most GPUs that a tenant holds at a time; a tenant that is not listed has no limit.
 
     Raises:
-        SpecError: A name or a GPU is given twice, a duration, a quota or a part of a sharing is out of bounds, tasks of
-            one executor have different GPUs, or a task can never be placed.
+        SpecError: A name or a GPU is given twice; a duration, a quota or a sharing value is out of bounds; tasks of one
+            executor have different GPUs; or a task can never be placed.
     """
 
     nodes: tuple[Node, ...]
@@ -134,7 +130,7 @@ class SchedulingProblem:
 
     @cached_property
     def gpus_by_node(self) -> Mapping[str, frozenset[int]]:
-        """Numbers of the GPUs of each node, by its name."""
+        """Indices of the GPUs of each node, by node name."""
         return {node.name: frozenset(node.gpus) for node in self.nodes}
 
     def _check(self, demand: TaskDemand) -> None:

@@ -13,15 +13,14 @@ __all__ = ["Reservation", "fewest_nodes", "place", "running_counts"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reservation:
-    """When one task runs, and how many GPUs of which nodes it has.
+    """When one task runs, and how many GPUs it has on which nodes.
 
-    Which GPUs these are does not matter until the end: of intervals that never need more GPUs than a node has, taken
-    in the order of their starts, each finds as many free ones as it needs.
+    The specific GPUs can be chosen at the end: if intervals never need more GPUs than a node has, and are taken in the
+    order of their starts, each finds enough free GPUs.
 
     Attributes:
-        demand: The task.
-        start: In the unit of the problem it was made for.
-        counts: GPUs by the name of their node.
+        start: Start, in the time unit of its problem.
+        counts: Number of GPUs by node name.
     """
 
     demand: TaskDemand
@@ -34,7 +33,8 @@ class Reservation:
 
 
 def fewest_nodes(nodes: Iterable[Node], num_gpus: int) -> int:
-    """How many nodes a task takes: 1 where any is large enough, else as few of the largest as hold it."""
+    """Return how many nodes a task spans: 1 if any node is large enough, else as few of the largest nodes as can hold
+    it."""
     held = 0
     for number, size in enumerate(sorted((len(node.gpus) for node in nodes), reverse=True), start=1):
         held += size
@@ -44,7 +44,7 @@ def fewest_nodes(nodes: Iterable[Node], num_gpus: int) -> int:
 
 
 def running_counts(problem: SchedulingProblem, gpus: Iterable[Gpu]) -> dict[str, int]:
-    """How many of ``gpus`` each node of the problem has; a GPU that was lost is on none."""
+    """Count the ``gpus`` on each node of the problem; a lost GPU is on none."""
     counts: dict[str, int] = {}
     for gpu in gpus:
         if gpu.index in problem.gpus_by_node.get(gpu.node, ()):
@@ -55,15 +55,15 @@ def running_counts(problem: SchedulingProblem, gpus: Iterable[Gpu]) -> dict[str,
 def place(
     problem: SchedulingProblem, reservations: Iterable[Reservation], *, keeps_starts: bool = False
 ) -> tuple[Placement, ...]:
-    """Placements that keep the order and the nodes of ``reservations`` and lose all idle time that their order does
-    not need.
+    """Make placements that keep the order and the nodes of ``reservations``, without idle time that the order does not
+    need.
 
-    Only the order of the reservations' starts is used; times come from ``problem``. So reservations of a problem whose
-    durations were rounded up end here no later than they did there.
+    Only the order of the reservations' starts is used; times come from ``problem``. So if the reservations were made
+    for rounded-up durations, the placements end no later than the reservations.
 
     Args:
-        keeps_starts: No task starts before its reservation does: idle time is kept, as where no task may overtake
-            another. Reservations have to be in seconds.
+        keeps_starts: Whether no task starts before its reservation does. Idle time is then kept, for methods in which
+            no task may overtake another. Reservations must be in seconds.
     """
     free_at = {node.name: dict.fromkeys(node.gpus, 0.0) for node in problem.nodes}
     quota_free_at = {tenant: [0.0] * quota for tenant, quota in problem.quotas.items()}
@@ -74,7 +74,7 @@ def place(
     for tenant, times in quota_free_at.items():
         theirs = (task for task in problem.running if task.tenant == tenant)
         held = [task.remaining_s for task in theirs for _ in task.gpus]
-        # A tenant may hold more than its quota, if that was lowered: then the last to end count.
+        # A tenant may hold more GPUs than its quota if the quota was lowered; then the last to end count.
         times[: len(held)] = sorted(held)[-len(times) :]
     demands = {demand.task: demand for demand in problem.pending}
     placements = []

@@ -1,4 +1,4 @@
-"""Executors in the place of tasks: the scheduling problem and the schedule of tasks that share."""
+"""Scheduling problems and schedules in which executors take the place of tasks that share."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Group:
 
     Attributes:
         tasks: The tasks, on one GPU each.
-        ends_s: When each of them ends, in seconds from their start.
-        end_s: When the executor ends, in seconds from their start.
+        ends_s: When each task ends, in seconds from the common start.
+        end_s: When the executor ends, in seconds from the common start.
         executor: The running executor that they join; empty: a new one.
     """
 
@@ -32,7 +32,7 @@ class Group:
 
     @property
     def name(self) -> str:
-        """Name of the task that stands for all."""
+        """Name of the task that represents the group."""
         return self.tasks[0].task
 
 
@@ -41,11 +41,11 @@ class Colocation:
     """A scheduling problem with executors in the place of tasks.
 
     Attributes:
-        problem: Without sharing: a waiting task stands for each new group, a running one for each running executor,
-            which runs longer where tasks join it; those that join do not wait.
-        groups: New groups, of two tasks and more; in `problem`, each has the name of its first task.
+        problem: The problem without sharing. One waiting task represents each new group, and one running task each
+            running executor, which runs longer if tasks join it. Tasks that join do not wait.
+        groups: New groups of two or more tasks; in `problem`, each has the name of its first task.
         joins: Groups that join running executors now.
-        gpus: GPUs of the running executors by their names.
+        gpus: GPUs of the running executors by name.
     """
 
     problem: SchedulingProblem
@@ -54,7 +54,8 @@ class Colocation:
     gpus: Mapping[str, tuple[Gpu, ...]]
 
     def hint(self, hint: Schedule | None) -> Schedule | None:
-        """An earlier schedule of tasks as one of `problem`: a group starts where the first of its tasks did."""
+        """Convert an earlier schedule of tasks to one of `problem`: a group starts where its first placed task
+        started."""
         if hint is None or not self.groups:
             return hint
         names = {demand.task: group.name for group in self.groups for demand in group.tasks}
@@ -65,7 +66,7 @@ class Colocation:
         return replace(hint, placements=tuple(found.values()))
 
     def expanded(self, schedule: Schedule) -> Schedule:
-        """The schedule of all tasks, from one of `problem`; names of new executors are unique in it."""
+        """Convert a schedule of `problem` to one of all tasks; names of new executors are unique in it."""
         if not self.groups and not self.joins:
             return schedule
         names = (name for number in itertools.count(1) if (name := f"shared-{number}") not in self.gpus)
@@ -90,7 +91,7 @@ class Colocation:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Kind:
-    """Tasks may share that are equal in all of this; ``tenant`` is empty where the tenant has no quota."""
+    """Properties that tasks must have in common to share; ``tenant`` is empty if the tenant has no quota."""
 
     base: str
     priority: int
@@ -99,7 +100,7 @@ class Kind:
 
 
 def kind_of(problem: SchedulingProblem, task: TaskDemand | RunningTask) -> Kind | None:
-    """Which tasks may share with ``task``; None: none."""
+    """Return the kind of tasks that may share with ``task``; None if none may."""
     num_gpus = task.num_gpus if isinstance(task, TaskDemand) else len(task.gpus)
     if task.sharing is None or num_gpus != 1:
         return None
@@ -117,10 +118,10 @@ class RunningExecutor:
 
     Attributes:
         first: The first of its tasks.
-        remaining_s: Until its last task ends.
-        kind: Which tasks may join it; None: none.
-        members: Remaining work of its tasks, where any may join.
-        sharings: Of its tasks, where any may join.
+        remaining_s: Seconds until its last task ends.
+        kind: Kind of the tasks that may join it; None: no task may join.
+        members: Remaining work of its tasks, if others may join.
+        sharings: Sharing facts of its tasks, if others may join.
     """
 
     first: RunningTask
@@ -131,7 +132,7 @@ class RunningExecutor:
 
 
 def running_executors(problem: SchedulingProblem) -> list[RunningExecutor]:
-    """The executors that run. Others may join where all tasks may share, on a GPU that is there."""
+    """Return the running executors. Others may join if all its tasks may share and its GPU is present."""
     together: dict[str | int, list[RunningTask]] = {}
     for number, task in enumerate(problem.running):
         together.setdefault(task.executor or number, []).append(task)
@@ -159,10 +160,10 @@ def _running_executor(problem: SchedulingProblem, tasks: Sequence[RunningTask]) 
 
 
 def group_of(tasks: Sequence[TaskDemand], running: Sequence[Member] = (), executor: str = "") -> Group:
-    """``tasks`` together, in an executor where ``running`` is left to be done."""
+    """Return ``tasks`` as a group, in an executor in which the work ``running`` remains."""
     members = [member_of(demand.duration_s, demand.sharing.step_s) for demand in tasks if demand.sharing is not None]
     ends_s = finish_times_s([*members, *running])
-    # The model never ends a task sooner than alone; rounding may.
+    # In the model no task ends sooner than alone, but rounding can make it so.
     own_ends_s = tuple(max(end_s, demand.duration_s) for end_s, demand in zip(ends_s, tasks, strict=False))
     return Group(tasks=tuple(tasks), ends_s=own_ends_s, end_s=max(*ends_s, *own_ends_s), executor=executor)
 
@@ -170,12 +171,12 @@ def group_of(tasks: Sequence[TaskDemand], running: Sequence[Member] = (), execut
 def composed(
     problem: SchedulingProblem, executors: Sequence[RunningExecutor], groups: Sequence[Group] = ()
 ) -> Colocation:
-    """The problem with executors in the place of tasks.
+    """Return the problem with executors in the place of tasks.
 
     Args:
         problem: The scheduling problem.
-        executors: The executors that run.
-        groups: Tasks that share; all others are alone.
+        executors: The running executors.
+        groups: Tasks that share; every other task has its own executor.
     """
     new = {group.name: group for group in groups if not group.executor}
     joins = {group.executor: group for group in groups if group.executor}

@@ -1,4 +1,4 @@
-"""Which tasks share an executor: those that end sooner so, by the list schedule ``lpt``."""
+"""Decides which tasks share an executor: tasks that then end sooner by the list schedule ``lpt``."""
 
 from __future__ import annotations
 
@@ -23,39 +23,41 @@ __all__ = ["apart", "colocated"]
 
 _MAX_TRIES = 400
 _MAX_PLACED = 25_000
-"""Divisions that are tried in all, each of which costs a list schedule; and tasks in all of these schedules."""
+"""Limits of the divisions tried in all, each of which costs a list schedule, and of the tasks placed in these
+schedules."""
 
 _LEAST_TRIES = 4
-"""Divisions that are tried of each kind of tasks, where there are many kinds."""
+"""Divisions that are tried for each kind of tasks, if there are many kinds."""
 
 _FEWER = 0.8
-"""Where tasks are many, the next number of executors that is tried, as a share of the one before."""
+"""With many tasks, the next number of executors to try, as a share of the previous one."""
 
 _ALL_COUNTS = 12
-"""Tasks of a kind up to which every number of executors is tried."""
+"""Number of tasks of a kind up to which every number of executors is tried."""
 
 _ROUNDING = 1e-9
-"""A gain that is smaller, relative to the makespan, is none."""
+"""Relative difference below which two times count as equal."""
 
 
 def apart(problem: SchedulingProblem) -> Colocation:
-    """Every waiting task in an executor of its own that nobody joins."""
+    """Return the problem with every waiting task in its own executor that no other task joins."""
     return composed(problem, running_executors(problem))
 
 
 def colocated(problem: SchedulingProblem) -> Colocation:
-    """Which waiting tasks share an executor, and which join a running one, so that the makespan gains.
+    """Decide which waiting tasks share an executor, and which join a running one, so that the makespan decreases.
 
-    Tasks may share that have the same base, priority and release, one GPU each, and fit into memory together; a tenant
-    with a quota shares with itself only. Tasks join an executor that runs only where no task of a higher priority
-    waits, for they delay what follows on its GPU.
+    Tasks may share if they have the same base model, priority and release, use one GPU each, and fit into memory
+    together; a tenant with a quota shares only with itself. Tasks join a running executor only if no task of a higher
+    priority waits, because they delay what follows on its GPU.
 
-    For every such kind of tasks, the highest priority first, then the most work, and for ever fewer new executors, with
-    and without those that run, the tasks are divided so that own work is even (:func:`divide`); then tasks are moved
-    and swapped one by one as long as that helps. A division is kept where the tasks of its priority and higher ones end
-    sooner by the list schedule ``lpt``, and those of no priority later than with all tasks apart: so nobody shares for
-    the good of a lower priority, and the makespan of ``lpt`` is never above that of tasks apart. Executors that are
-    joined count as ends too. Where ends are equal, fewer tasks share.
+    The kinds of tasks are searched in order: the highest priority first, then the most work. For each kind, ever fewer
+    new executors are tried, with and without the running ones, and the tasks are divided so that own work is even
+    (:func:`divide`). Then tasks are moved and swapped one by one as long as that helps. A division is kept if, by the
+    list schedule ``lpt``, the tasks of its own and higher priorities end sooner, and no priority ends later than with
+    all tasks apart. So no task shares for the benefit of a lower priority, and the makespan of ``lpt`` is never above
+    that of tasks apart. Ends of joined executors count too. If ends are equal, the division with fewer shared tasks
+    wins.
     """
     executors = running_executors(problem)
     kinds: dict[Kind, list[TaskDemand]] = {}
@@ -82,11 +84,9 @@ class _Best:
     """The best groups so far, of tasks of any kind.
 
     Attributes:
-        problem: The scheduling problem.
-        executors: The executors that run.
-        groups: The groups.
+        executors: The running executors.
         colocation: The problem with these groups.
-        num_left: Divisions that may still be tried.
+        num_left: Number of divisions that may still be tried.
     """
 
     def __init__(self, problem: SchedulingProblem, executors: Sequence[RunningExecutor]) -> None:
@@ -99,7 +99,8 @@ class _Best:
         self._apart = self._ends = self._ends_of(self.colocation)
 
     def take_if_better(self, groups: Sequence[Group], priority: int) -> bool:
-        """Whether ``groups`` are better for tasks of ``priority`` and higher, and taken; counts as a try."""
+        """Take ``groups`` if they are better for tasks of ``priority`` and higher, and return whether; counts as a
+        try."""
         self.num_left -= 1
         if any(group.end_s > MAX_DURATION_S for group in groups):
             return False
@@ -115,12 +116,12 @@ class _Best:
         return True
 
     def ends_by_task(self) -> Mapping[str, float]:
-        """When the executor of each task ends; of a new group, for the task that stands for all."""
+        """Return when the executor of each task ends; a new group is listed only under the task that represents it."""
         ends = {found.demand.task: found.end for found in list_reservations(self.colocation.problem, "lpt")}
         return ends | {demand.task: group.end_s for group in self.colocation.joins for demand in group.tasks}
 
     def _ends_of(self, colocation: Colocation) -> tuple[float, ...]:
-        """The last end of each priority, the highest first."""
+        """Return the last end of each priority, the highest first."""
         ends = dict.fromkeys(self._priorities, 0.0)
         for group in colocation.joins:
             priority = group.tasks[0].priority
@@ -132,7 +133,7 @@ class _Best:
 
 
 class _Search:
-    """The search for a division of the tasks of one kind, beside the best groups of others.
+    """The search for a division of the tasks of one kind, given the best groups of other kinds.
 
     Args:
         best: The best groups so far.
@@ -159,7 +160,7 @@ class _Search:
             pass
 
     def _try_counts(self, joined: Sequence[Bin], held_s: Sequence[float]) -> None:
-        """Try ever fewer new executors, beside ``joined``, which have ``held_s`` seconds of own work to do."""
+        """Try ever fewer new executors, beside ``joined``, which already have ``held_s`` seconds of own work each."""
         taken = {gpu for item in joined for gpu in self._running[item.executor].first.gpus}
         ready_s = sorted(self._free_at_s(taken)) or [0.0]
         for count in _counts(len(self._demands), self._best.problem.num_gpus, has_running=bool(joined)):
@@ -167,14 +168,14 @@ class _Search:
             self._try(divide(self._demands, [*[Bin()] * count, *joined], [*loads_s, *held_s]))
 
     def _free_at_s(self, taken: set[Gpu]) -> list[float]:
-        """When each GPU comes free, without those in ``taken``."""
+        """Return when each GPU becomes free, without the GPUs in ``taken``."""
         free_s = {Gpu(node.name, index): 0.0 for node in self._best.problem.nodes for index in node.gpus}
         for executor in self._best.executors:
             free_s |= {gpu: executor.remaining_s for gpu in executor.first.gpus if gpu in free_s}
         return [time_s for gpu, time_s in free_s.items() if gpu not in taken]
 
     def _refine(self) -> bool:
-        """Change the division a little where that is better; whether it is."""
+        """Make one small change of the division that improves it; return whether one was found."""
         ends = self._best.ends_by_task()
 
         def end_s(item: Bin) -> float:
@@ -188,7 +189,7 @@ class _Search:
         return False
 
     def _try(self, division: Division) -> bool:
-        """Keep a division if it is better than the best so far; whether it is."""
+        """Keep a division if it is better than the best so far; return whether it is."""
         groups = [
             group_of(item.tasks, self._running[item.executor].members if item.executor else (), item.executor)
             for item in division
@@ -206,7 +207,10 @@ class _Search:
 
 
 def _counts(num_tasks: int, num_gpus: int, *, has_running: bool) -> list[int]:
-    """Numbers of new executors to try, falling: all where tasks are few, else ever larger steps, and one a GPU."""
+    """Return the numbers of new executors to try, falling: all numbers if there are few tasks, else fewer.
+
+    With many tasks, these shrink by a constant factor, and include one and two executors a GPU.
+    """
     least = 0 if has_running else 1
     most = num_tasks if has_running else num_tasks - 1
     if num_tasks <= _ALL_COUNTS:
@@ -223,7 +227,7 @@ def _num_shared(groups: Iterable[Group]) -> int:
 
 
 def _is_less(found: Sequence[float], best: Sequence[float]) -> bool:
-    """Whether the first number that differs by more than rounding is the smaller one."""
+    """Return whether the first number that differs by more than rounding is the smaller one."""
     for one, other in zip(found, best, strict=True):
         if abs(one - other) > _ROUNDING * max(abs(one), abs(other)):
             return one < other

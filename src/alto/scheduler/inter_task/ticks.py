@@ -12,20 +12,20 @@ __all__ = ["in_ticks"]
 
 _EXACT_S = (1.0, 0.1, 0.01, 0.001)
 _MAX_TICKS = 10**8
-"""Ticks of the whole horizon; multiplied by the GPUs of a large cluster this is far below the limit of 64 bits."""
+"""Ticks of the whole horizon; multiplied by the GPUs of a large cluster this is far below the 64-bit limit."""
 
 
 def in_ticks(problem: SchedulingProblem) -> tuple[SchedulingProblem, float, bool]:
-    """The problem in ticks, seconds per tick, and whether that is exact.
+    """Return the problem in ticks, the seconds per tick, and whether the conversion is exact.
 
-    Where every time is a whole number of seconds, tenths, hundredths or thousandths, and the horizon has less than
-    10^8 of these, a tick is the longest time of which all are multiples. Otherwise it is 10^-8 of the horizon, and
-    times are rounded up: a schedule in ticks is one in seconds, and a least makespan of ``n`` tasks in ticks is at
-    most ``n + 1`` ticks above the least in seconds.
+    The conversion is exact if every time is a whole number of seconds, tenths, hundredths or thousandths, and the
+    horizon has less than 10^8 of these units. A tick is then the greatest common divisor of all times. Otherwise a tick
+    is 10^-8 of the horizon, and times are rounded up: a schedule in ticks is also valid in seconds, and the least
+    makespan of ``n`` tasks in ticks is at most ``n + 1`` ticks above the least in seconds.
     """
     times = [demand.duration_s for demand in problem.pending] + [demand.release_s for demand in problem.pending]
     times += [task.remaining_s for task in problem.running]
-    # No task waits longer than for the last release, the running tasks, and all others one after the other.
+    # At worst all tasks run one after the other, after the last release and the last running task.
     horizon_s = max(times, default=0.0) + sum(demand.duration_s for demand in problem.pending)
     for unit_s in _EXACT_S:
         if horizon_s / unit_s < _MAX_TICKS and all(_is_whole(time / unit_s) for time in times):

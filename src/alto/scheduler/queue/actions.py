@@ -11,14 +11,14 @@ __all__ = ["Action", "GaveUp", "Planned", "StartTask", "StopTask"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartTask:
-    """Launch the executor of a task, or resume it where an earlier attempt left a checkpoint.
+    """Launch the executor of a task, or resume the task if an earlier attempt left a checkpoint.
 
     Attributes:
         task: Name of the task.
         gpus: Its GPUs.
-        attempt: 1 for the first.
-        executor: The executor that trains it, which runs already where an earlier action has the same; empty: one that
-            no other task joins. Unique in the queue's life.
+        attempt: Number of the attempt; 1 for the first.
+        executor: Name of the executor that trains the task, unique in the queue's life. If an earlier action named it,
+            it runs already and the task joins it. If empty, no other task joins.
     """
 
     task: str
@@ -29,14 +29,15 @@ class StartTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopTask:
-    """End an attempt of a task, not of others in its executor; until an event reports its end, it keeps its GPUs."""
+    """End an attempt of a task, but not of other tasks in its executor. The task keeps its GPUs until an event reports
+    its end."""
 
     task: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """A new schedule of the tasks that wait, and why there is one; to be journaled."""
+    """A new schedule of the waiting tasks and the reason for it, to be written to the journal."""
 
     reason: str
     schedule: Schedule
@@ -44,7 +45,7 @@ class Planned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GaveUp:
-    """A task will not be tried again."""
+    """A task that will not be tried again."""
 
     task: str
     reason: str

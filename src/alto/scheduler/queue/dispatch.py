@@ -1,4 +1,5 @@
-"""Finds the tasks that start now: a small problem, independent of how many tasks wait and run."""
+"""Finds the tasks that start now: a small problem, whose size does not depend on the number of waiting and running
+tasks."""
 
 from __future__ import annotations
 
@@ -24,22 +25,22 @@ def schedule_of_now(
     in_use: Counter[str],
     now_s: float,
 ) -> Schedule | None:
-    """The tasks that start now in the list schedule of all that wait, none of which goes before another by priority.
+    """Return the tasks of the list schedule that start now. All waiting tasks must have the same priority.
 
-    A list schedule is greedy: the tasks that start now depend only on the free GPUs and quotas and on the order of the
-        tasks, not on later starts or ends. So only those GPUs and the first tasks of each shape are considered.
+    A list schedule is greedy: the tasks that start now depend only on the free GPUs, the quotas and the order of the
+    tasks, not on later starts or ends. So only the free GPUs and the first tasks of each shape are considered.
 
     Args:
-        waiting: Tasks that wait.
+        waiting: Waiting tasks.
         method: List method.
         nodes: Nodes of the cluster.
         free: The free GPUs of ``nodes``.
-        quotas: The most GPUs of a tenant at a time.
-        in_use: GPUs that each tenant has.
+        quotas: Most GPUs of each tenant at a time.
+        in_use: GPUs that each tenant holds.
         now_s: Time on the queue's clock.
 
     Returns:
-        The schedule without what starts later; None where no task can start.
+        The schedule without later starts; None if no task can start.
     """
     left = {tenant: max(0, quota - in_use[tenant]) for tenant, quota in quotas.items()}
     sizes = sorted((len(node.gpus) for node in free), reverse=True)
@@ -48,12 +49,12 @@ def schedule_of_now(
     def can_start(demand: TaskDemand) -> bool:
         count = demand.num_gpus
         if count not in fitting:
-            # On as few nodes as in the whole cluster, not on more nodes with a few free GPUs each.
+            # A task spans as few nodes as it would in an idle cluster, not more nodes with a few free GPUs each.
             fitting[count] = sum(sizes[: fewest_nodes(nodes, count)]) >= count
         return fitting[count] and count <= left.get(demand.tenant, count)
 
-    # A task that cannot start keeps later ones of its shape from starting, too. None shares: where so many tasks wait,
-    # every GPU has one, and who should share cannot be seen from the first tasks alone.
+    # A task that cannot start also blocks later tasks of its shape. No task shares an executor: with so many waiting
+    # tasks every GPU is busy, and the first tasks alone do not show which tasks should share.
     pending = [
         task.demand if task.demand.sharing is None else replace(task.demand, sharing=None)
         for tasks in waiting.first(sum(sizes), now_s)

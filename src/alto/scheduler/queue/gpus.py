@@ -11,10 +11,10 @@ __all__ = ["GpuPool"]
 
 
 class GpuPool:
-    """Which GPUs there are, which of them are free, and which there have ever been.
+    """The GPUs of a cluster: the present ones, the free ones, and all that were ever declared.
 
     Raises:
-        SpecError: Two nodes of one name.
+        SpecError: Two nodes have the same name.
     """
 
     def __init__(self, nodes: Sequence[Node]) -> None:
@@ -27,21 +27,21 @@ class GpuPool:
         self._taken: set[Gpu] = set()
         self.free = set(self._present)
         self.nodes = self.declared_nodes = _nodes(self._present)
-        """The present nodes, without those that have no GPU left; and the nodes with every GPU they have ever had."""
+        """Present nodes, without nodes that have no GPU left; and nodes with every GPU that they ever had."""
 
     def __len__(self) -> int:
         return len(self._present)
 
     @property
     def free_nodes(self) -> tuple[Node, ...]:
-        """The nodes that have free GPUs, with only those."""
+        """The nodes that have free GPUs, with only the free ones."""
         return _nodes(self.free)
 
     def __contains__(self, gpu: Gpu) -> bool:
         return gpu in self._present
 
     def lose(self, gpu: Gpu) -> bool:
-        """Whether it was there."""
+        """Remove a lost GPU and return whether it was present."""
         was_there = gpu in self._present
         self._present.discard(gpu)
         self.free.discard(gpu)
@@ -49,7 +49,7 @@ class GpuPool:
         return was_there
 
     def add(self, gpu: Gpu) -> bool:
-        """Whether it is new. One that a task has still is free only when that task has ended."""
+        """Add a GPU and return whether it is new; while a task still holds it, it is not free."""
         if gpu in self._present:
             return False
         self._present.add(gpu)
@@ -66,7 +66,7 @@ class GpuPool:
         self._taken |= gpus
 
     def give_back(self, gpus: Iterable[Gpu]) -> None:
-        """Release GPUs; one that was lost meanwhile does not become free."""
+        """Release GPUs; a GPU that was lost meanwhile does not become free."""
         gpus = set(gpus)
         self._taken -= gpus
         self.free |= gpus & self._present

@@ -1,4 +1,4 @@
-"""How a queue plans and retries."""
+"""The settings for planning and retries."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from alto.scheduler.inter_task import LIST_METHODS
 __all__ = ["MAX_ATTEMPTS_IN_ALL", "QueueSettings"]
 
 MAX_ATTEMPTS_IN_ALL = 10
-"""Attempts of a task, those whose GPUs were lost among them, as a multiple of ``max_attempts``."""
+"""Limit of all attempts of a task, including attempts that lost a GPU, as a multiple of ``max_attempts``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueSettings:
-    """How a queue plans and retries.
+    """The settings of a queue for planning and retries.
 
     Attributes:
-        quotas: The most GPUs a tenant has at a time; a tenant that is not named has no limit.
-        estimate_change: Share of its estimated duration by which the estimate of a task must move for a new plan.
-        max_attempts: A task that has failed so often is given up when the pause after its last failure is over. An
-            attempt one of whose GPUs was lost is not counted, even where the loss is reported as late as in that
-            pause; but no task is tried more than `MAX_ATTEMPTS_IN_ALL` times as often.
-        backoff_s: Pause after the first failure of a task; doubled after each further one.
-        max_backoff_s: Largest pause.
-        max_planned: Where more tasks than this wait and run, a plan is of those alone that start now, by
-            ``list_method``; unless some have priority, whose later starts others must not delay. None: never.
+        quotas: Most GPUs that a tenant holds at a time; a tenant that is not listed has no limit.
+        estimate_change: Relative change of a task's estimated duration above which a new plan is made.
+        max_attempts: Number of failures after which a task is given up, at the end of the pause after its last failure.
+            An attempt that lost one of its GPUs does not count, even if the loss is reported during that pause. All
+            attempts together are limited to `MAX_ATTEMPTS_IN_ALL` times this number.
+        backoff_s: Pause after the first failure of a task; doubled after each further failure.
+        max_backoff_s: Longest pause.
+        max_planned: Number of waiting and running tasks above which a plan contains only the tasks that start now,
+            chosen by ``list_method``. This does not apply if waiting tasks differ in priority, because then later
+            starts of higher ones must be protected. None: no limit.
         list_method: One of :data:`LIST_METHODS`.
 
     Raises:
@@ -57,7 +58,7 @@ class QueueSettings:
             _check(f"quota of tenant {tenant!r}", quota, least=1)
 
     def pause_s(self, num_failures: int) -> float:
-        """Pause of a task after that many failures, in seconds."""
+        """Return the pause of a task after ``num_failures`` failures, in seconds."""
         return min(self.max_backoff_s, self.backoff_s * 2.0 ** min(num_failures - 1, 60))
 
 

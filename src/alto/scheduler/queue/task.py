@@ -16,15 +16,15 @@ LEAST_S = 1e-3
 
 
 class TaskState(StrEnum):
-    """State of a task; the last three are final."""
+    """The state of a task; the last three are final."""
 
     WAITING = "waiting"
     STARTING = "starting"
     RUNNING = "running"
     SHRINKING = "shrinking"
-    """Is being ended, to continue with fewer GPUs; until its end it keeps its GPUs."""
+    """Being stopped, to continue on fewer GPUs; keeps its GPUs until its end is reported."""
     STOPPING = "stopping"
-    """Is being ended; until its end is reported it keeps its GPUs."""
+    """Being stopped for good; keeps its GPUs until its end is reported."""
     FINISHED = "finished"
     FAILED = "failed"
     STOPPED = "stopped"
@@ -35,24 +35,23 @@ class QueuedTask:
     """One task of a queue. Only the queue changes it; times are on the queue's clock.
 
     Attributes:
-        number: In the order of submission.
-        demand: Its demand, with the latest estimate of the next or running attempt; its release is ``ready_s``.
+        number: Position in the order of submission.
+        demand: Its demand, with the latest estimate for the next or running attempt; ``ready_s`` replaces its release.
         submitted_s: When it was submitted.
-        ready_s: It starts no earlier: its release, or the end of its pause after a failure.
+        ready_s: Earliest start: its release, or the end of its pause after a failure.
         planned_s: The estimate that last led to a plan, in seconds from the start of the attempt to its end.
-        state: Its state.
-        attempt: The latest one; 0 before the first.
-        num_failures: Attempts that count against the cap.
-        gpus: Of the latest attempt.
-        executor: Of the latest attempt: tasks with the same one share it; empty: nobody may join it.
-        isolated_by: Attempt that was lost while it shared its executor: since then the task shares with nobody, so that
-            a neighbour that ends the executor does not end this task again; 0: none was.
-        started_s, expected_end_s: Of the latest attempt.
+        attempt: Number of the latest attempt; 0 before the first.
+        num_failures: Failures that count towards ``max_attempts``.
+        gpus: GPUs of the latest attempt.
+        executor: Executor of the latest attempt. Tasks with the same name share it; empty: no other task may join it.
+        isolated_by: Attempt that was lost while it shared its executor; 0 if none was. Since then the task does not
+            share, so that another task that crashes the executor cannot end this task again.
+        started_s, expected_end_s: Start and expected end of the latest attempt.
         ended_s: When it finished, failed for good or was stopped.
-        offer: Remaining seconds of the latest attempt on fewer GPUs; None where it was not reported.
+        offer: Offer of the latest attempt to continue on fewer GPUs; None if it made none.
         has_lost_gpu: Whether a GPU of the latest attempt was lost while it ran, or in the pause after it.
-        reason: Why it failed last, or was given up.
-        waits_for: What is missing before it can be planned; empty where nothing is.
+        reason: Why it last failed, or was given up.
+        waits_for: The GPUs missing before it can be planned; empty if none are missing.
     """
 
     number: int
@@ -80,7 +79,7 @@ class QueuedTask:
 
     @property
     def wanted(self) -> TaskDemand:
-        """Its demand as it is planned now."""
+        """Its demand for the next plan, without sharing if the task is isolated."""
         return replace(self.demand, sharing=None) if self.isolated_by else self.demand
 
     @property
@@ -93,7 +92,7 @@ class QueuedTask:
         return self.ended_s is not None
 
     def begin_attempt(self, gpus: tuple[Gpu, ...], now_s: float, executor: str = "") -> None:
-        """Note that an executor is started on ``gpus``, or joined there."""
+        """Record that an executor was started on ``gpus``, or joined there."""
         self.state = TaskState.STARTING
         self.attempt += 1
         self.gpus = gpus

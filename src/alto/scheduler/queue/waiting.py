@@ -1,4 +1,4 @@
-"""The tasks that wait: in the order of their submission, and in the order in which a list method takes them."""
+"""The waiting tasks, in the order of submission and in the order of a list method."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _number = attrgetter("number")
 
 
 class Waiting:
-    """Tasks that wait, kept in both orders as they come and go, so that a plan does not sort thousands.
+    """The waiting tasks, kept in both orders as they come and go, so that a plan does not sort thousands of tasks.
 
     Args:
-        list_method: Method of the second order.
+        list_method: List method of the second order.
     """
 
     def __init__(self, list_method: str) -> None:
@@ -47,7 +47,7 @@ class Waiting:
         self._priorities[task.demand.priority] += 1
 
     def remove(self, task: QueuedTask) -> None:
-        """Take out ``task``, whose demand must be what it was when it was added."""
+        """Remove ``task``, whose demand must be unchanged since it was added."""
         del self._by_number[bisect.bisect_left(self._by_number, task.number, key=_number)]
         shape = self._shapes[self._shape(task)]
         del shape[bisect.bisect_left(shape, self._entry(task))]
@@ -56,10 +56,10 @@ class Waiting:
             del self._priorities[task.demand.priority]
 
     def first(self, num_free: int, now_s: float) -> Iterable[Iterator[QueuedTask]]:
-        """For every shape, in the method's order, as many tasks as ``num_free`` GPUs hold.
+        """Yield, for every shape, the first tasks in the method's order that fit on ``num_free`` GPUs together.
 
-        Tasks of one shape (GPUs and tenant) differ in their durations alone: no others of it can start. Under fifo, all
-        are of one shape. Tasks that pause, or are larger than the cluster, are left out.
+        Tasks of one shape (GPUs and tenant) differ only in their durations, so later tasks of the shape cannot start
+        now. Under ``fifo`` all tasks are of one shape. Tasks that pause or are larger than the cluster are left out.
         """
         for entries in self._shapes.values():
             yield _within((task for *_, task in entries if task.ready_s <= now_s and not task.waits_for), num_free)

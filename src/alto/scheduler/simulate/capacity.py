@@ -1,4 +1,4 @@
-"""How many GPUs are enough."""
+"""The search for the smallest cluster that is fast enough."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Capacity:
     Attributes:
         nodes: Number of nodes.
         num_gpus: GPUs of all nodes.
-        makespan_s: 95th percentile over the simulations.
-        num_simulations: Of each cluster that was tried.
+        makespan_s: 95th percentile over the simulations, in seconds.
+        num_simulations: Simulations of each cluster that was tried.
     """
 
     nodes: int
@@ -41,11 +41,11 @@ def smallest_cluster(
     early_exit: bool,
     on_progress: Callable[[int, int, int], None] | None = None,
 ) -> Capacity:
-    """The fewest nodes with which 95 % of the simulations end within ``within_s`` seconds, found by bisection.
+    """Find by bisection the fewest nodes with which 95 % of the simulations end within ``within_s`` seconds.
 
     Args:
         simulation: Tasks and cluster.
-        within_s: Largest makespan in seconds.
+        within_s: Largest allowed makespan in seconds.
         method: Scheduling method.
         early_exit: Whether tasks have early exit.
         on_progress: Called with the number of nodes, its finished simulations, and all its simulations.

@@ -20,8 +20,8 @@ class SimulatedTask:
     """The true properties of a task, some of which the queue cannot observe.
 
     Attributes:
-        name: Unique; in the order of arrival.
-        task: The task as it is submitted.
+        name: Unique name, numbered in the order of arrival.
+        task: The task as submitted.
         exit_share: Share of its work that it does with early exit.
         estimate_factor: Its first estimate divided by its true expected duration.
     """
@@ -33,12 +33,12 @@ class SimulatedTask:
 
     @property
     def step_share(self) -> float:
-        """Share of its work that its steps take whatever they train."""
+        """Share of its work that its steps take regardless of the tokens trained."""
         return self.task.step_share
 
 
 def draw_tasks(simulation: Simulation) -> list[SimulatedTask]:
-    """The tasks of ``simulation`` in the order of their arrival; the same for every method."""
+    """Draw the tasks of ``simulation`` in the order of arrival; the same for every method."""
     draw = random.Random(f"tasks {simulation.seed}")
     arriving = simulation.trace if simulation.trace is not None else _made_up(simulation, draw)
     spread = math.log(simulation.estimate_error)
@@ -55,7 +55,7 @@ def draw_tasks(simulation: Simulation) -> list[SimulatedTask]:
 
 def _made_up(simulation: Simulation, draw: random.Random) -> list[ArrivingTask]:
     tasks, now_s = [], 0.0
-    of_base = random.Random(f"bases {simulation.seed}")  # so that tasks are the same with and without bases
+    of_base = random.Random(f"bases {simulation.seed}")  # its own generator: tasks are the same with and without bases
     counts, shares = list(simulation.gpus), list(simulation.gpus.values())
     for _ in range(simulation.num_tasks):
         if simulation.arrivals_per_hour is not None:
@@ -75,6 +75,6 @@ def _duration_s(simulation: Simulation, draw: random.Random) -> float:
     median_s, ratio = simulation.duration_median_s, simulation.duration_p99_s / simulation.duration_median_s
     if simulation.duration_distribution == "lognormal":
         return median_s * math.exp(math.log(ratio) / _Z99 * draw.gauss(0, 1))
-    # Pareto's index follows from how far the 99th percentile lies above the median.
+    # The Pareto index follows from the ratio of the 99th percentile to the median.
     index = math.log(50) / math.log(ratio)
     return median_s * 2 ** (-1 / index) * draw.paretovariate(index)

@@ -1,4 +1,4 @@
-"""Who may do what: keys, tenants, and limits on requests."""
+"""Access control: keys, tenants, and limits on requests."""
 
 from alto.service.access.keys import (
     DEFAULT_TENANT,

@@ -40,13 +40,11 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """Whose request it is, and what it may do.
+    """The tenant and the permissions of a request.
 
     Attributes:
-        tenant: Name of the tenant.
-        scopes: Of its key.
-        key: Id of the key; empty where the service needs none.
-        requests_per_s: The tenant's own limit; None where it has none.
+        key: Id of the key; empty if the service needs none.
+        requests_per_s: The tenant's own limit; None if it has none.
     """
 
     tenant: str
@@ -56,10 +54,10 @@ class Caller:
 
 
 def create_tenant(session: Session, name: str, limits: Mapping[str, Any] | None = None) -> Tenant:
-    """The tenant of that name, made where it is not there; ``limits`` replace those that it has.
+    """Return the tenant ``name``, creating it if necessary; ``limits`` replace its present limits.
 
     Raises:
-        ServiceError: The name is not one.
+        ServiceError: The name is invalid.
     """
     if _NAME.fullmatch(name) is None:
         raise ServiceError(
@@ -84,10 +82,10 @@ def create_tenant(session: Session, name: str, limits: Mapping[str, Any] | None 
 def create_key(
     session: Session, tenant: str, *, name: str = "", scopes: Collection[str] = SCOPES, expires_at: int | None = None
 ) -> tuple[KeyRow, str]:
-    """A new key of a tenant, and its secret, which is not kept and cannot be shown again.
+    """Create a key for a tenant. Return its row and its secret, which is not stored and cannot be shown again.
 
     Raises:
-        ServiceError: The tenant's name, or a scope, is not one.
+        ServiceError: The tenant's name or a scope is invalid.
     """
     unknown = sorted(set(scopes).difference(SCOPES))
     if unknown or not scopes:
@@ -110,13 +108,13 @@ def create_key(
 
 
 def list_keys(session: Session, tenant: str | None = None) -> list[KeyRow]:
-    """All keys, or those of a tenant, oldest first."""
+    """Return all keys, or only the keys of a tenant, oldest first."""
     statement = select(KeyRow).order_by(KeyRow.created_at, KeyRow.id)
     return list(session.scalars(statement if tenant is None else statement.where(KeyRow.tenant == tenant)))
 
 
 def revoke_key(session: Session, key: str) -> KeyRow:
-    """Let a key count no more.
+    """Revoke a key.
 
     Raises:
         ServiceError: There is no such key.
@@ -129,13 +127,13 @@ def revoke_key(session: Session, key: str) -> KeyRow:
 
 
 def has_keys(session: Session) -> bool:
-    """Whether requests need keys: one was ever made. Revoked and expired ones count, so that nothing is opened by the
-    end of the last one."""
+    """Return whether requests need keys because one was ever created. Revoked and expired keys count, so that the
+    service does not become open when the last key ends."""
     return session.scalar(select(KeyRow.id).limit(1)) is not None
 
 
 def caller_of(session: Session, secret: str) -> Caller | None:
-    """Who has a key; None where it is not known, expired or revoked."""
+    """Return the caller that owns the key ``secret``; None if the key is unknown, expired or revoked."""
     at = now()
     found = session.execute(
         select(KeyRow, Tenant)
@@ -153,5 +151,5 @@ def caller_of(session: Session, secret: str) -> Caller | None:
 
 
 def _hash(secret: str) -> str:
-    # Secrets are 256 random bits: a slow hash protects passwords, and is not needed here.
+    # Secrets are 256 random bits, so a slow hash, which protects passwords, is not needed.
     return hashlib.sha256(secret.encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""How many requests a second are answered."""
+"""Limits on the rate of requests."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _MOST_BUCKETS = 10_000
 
 
 class RateLimiter:
-    """A bucket of tokens for each tenant: it fills at the tenant's rate, up to what that gives in five seconds.
+    """A token bucket for each tenant. It fills at the tenant's rate and holds up to five seconds' worth of tokens.
 
     Args:
-        clock: In seconds; never runs backwards.
+        clock: Monotonic clock, in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -29,10 +29,10 @@ class RateLimiter:
         self._lock = threading.Lock()
 
     def take(self, name: str, requests_per_s: float | None) -> None:
-        """Take a token of the bucket ``name``; None as the rate sets no limit.
+        """Take a token from the bucket ``name``; a rate of None means unlimited.
 
         Raises:
-            TooManyRequestsError: The bucket is empty; it says when to try again.
+            TooManyRequestsError: The bucket is empty; the error says when to try again.
         """
         if requests_per_s is None:
             return

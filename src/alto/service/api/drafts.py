@@ -1,4 +1,4 @@
-"""``/api/drafts``: what a request for a task would do, before it is sent."""
+"""``/api/drafts``: what a request for a task would do, shown before it is sent."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from alto.spec import Task
 __all__ = ["router"]
 
 _MOST_BYTES = 32 * 2**20
-"""Of a file whose rows are shown before a task is sent."""
+"""Maximum size of a file in a draft."""
 
 router = APIRouter(prefix="/drafts", route_class=BodyRoute)
 
@@ -39,9 +39,9 @@ def draft(
     body: JobRequest,
     num_rows: Annotated[int, Query(ge=0, le=20)] = 3,
 ) -> dict[str, Any]:
-    """The configurations of a request, what they take, and its first rows as the model sees them.
+    """Return the configurations of a request, their expected duration, and its first rows as the model sees them.
 
-    Nothing is kept. Rows are shown where the files are small enough to be read at once.
+    Nothing is stored. Files that are too large to be read at once are refused.
     """
     values = draft_of(service, body)
     with tempfile.TemporaryDirectory(prefix="alto-draft-") as folder:
@@ -64,7 +64,7 @@ def draft(
 
 
 def _files(service: Service, caller: Caller, body: JobRequest) -> dict[str, FileRow]:
-    """The files of a request, by the keys of their task."""
+    """Return the files of a request, by the keys of their task."""
     found = {}
     for file, param, key in (
         (body.training_file, "training_file", "dataset"),
@@ -97,7 +97,7 @@ def _varying(task: Task, config: dict[str, Any]) -> list[str]:
 
 
 def _estimate(request: Request, task: Task) -> dict[str, Any] | None:
-    """What such a task of the tenant was measured to take here; None where none was, or another server leads."""
+    """Return the measured duration of such a task of the tenant; None if there is none, or another server leads."""
     coordinator = request.app.state.coordinator
     plane = None if coordinator is None else coordinator.plane
     found = None if plane is None else plane.estimate(portable(task))

@@ -1,4 +1,4 @@
-"""``/healthz``, ``/readyz`` and ``/metrics``: for those who run the service. They need no key and name no tenant."""
+"""``/healthz``, ``/readyz`` and ``/metrics`` for operators of the service. They need no key and name no tenant."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _STATES = ("validating_files", "queued", "running", "paused", "succeeded", "fail
 @router.head("/healthz", include_in_schema=False)
 @router.get("/healthz", openapi_extra=WITHOUT_KEY)
 def healthz() -> dict[str, str]:
-    """Whether this process answers."""
+    """Report that this process answers."""
     return {"status": "ok"}
 
 
 @router.head("/readyz", include_in_schema=False)
 @router.get("/readyz", openapi_extra=WITHOUT_KEY, responses={503: {"description": "They cannot yet."}})
 def readyz(request: Request, service: ServiceOf) -> Response:
-    """Whether requests can be carried out: the database answers, and some server leads. Faults of single tasks do not
-    count; they are in the events of these tasks, and in ``alto_tasks_put_off`` of ``/metrics``."""
+    """Report whether requests can be carried out: the database answers, and a server leads. Errors of single tasks do
+    not count; they are in the events of these tasks, and in ``alto_tasks_put_off`` of ``/metrics``."""
     problems = _problems(request, service)
     status = "ready" if not problems else "not ready"
     return JSONResponse({"status": status, "problems": problems}, status_code=503 if problems else 200)
@@ -41,7 +41,7 @@ def readyz(request: Request, service: ServiceOf) -> Response:
 @router.head("/metrics", include_in_schema=False)
 @router.get("/metrics", openapi_extra=WITHOUT_KEY, response_class=PlainTextResponse)
 def metrics(request: Request, service: ServiceOf) -> PlainTextResponse:
-    """Numbers for Prometheus, without labels of tenants or tasks."""
+    """Return metrics for Prometheus, without labels of tenants or tasks."""
     with service.store.reading() as session:
         found = session.execute(select(JobRow.status, func.count()).group_by(JobRow.status))
         states: dict[str, int] = {row[0]: row[1] for row in found}

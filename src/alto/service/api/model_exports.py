@@ -1,4 +1,4 @@
-"""Exports of fine-tuned models that take long: merged weights, and uploads to the Hugging Face hub."""
+"""Long-running exports of fine-tuned models: merged weights, and uploads to the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _LOG = logging.getLogger("alto.service.exports")
 
 _MOST_WAITING = 16
 _MARK = ".complete"
-"""Among merged weights, once all of them are there."""
+"""Name of the file that marks merged weights as complete."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,15 +39,11 @@ class _Order:
     model: ModelRow
     what: str
     carry_out: Callable[[ModelRow], str]
-    """Returns a sentence for users."""
+    """Function that does the export and returns a sentence for users."""
 
 
 class ModelExports:
-    """Exports models, one at a time, on a thread of its own; an event of the job says how each has ended.
-
-    Args:
-        service: The service.
-    """
+    """A queue that exports models one at a time on its own thread; an event of the job reports each result."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -57,8 +53,8 @@ class ModelExports:
         self._thread: threading.Thread | None = None
 
     def merge(self, model: ModelRow) -> None:
-        """Have the base model with the adapter of ``model`` written among the artefacts; once, where that is asked
-        for again meanwhile.
+        """Queue writing the base model merged with the adapter of ``model`` to the artefacts; do nothing if it is
+        already queued.
 
         Raises:
             ApiError: Too many exports wait.
@@ -68,7 +64,7 @@ class ModelExports:
         )
 
     def push(self, model: ModelRow, repository: str) -> None:
-        """Have the adapter of ``model`` uploaded to a repository of the Hugging Face hub.
+        """Queue uploading the adapter of ``model`` to a repository of the Hugging Face hub.
 
         Raises:
             ApiError: Too many exports wait.
@@ -83,12 +79,12 @@ class ModelExports:
         )
 
     def is_merging(self, model: ModelRow) -> bool:
-        """Whether merged weights of a model are waited for, from this process."""
+        """Return whether merged weights of a model are queued or being written by this process."""
         with self._lock:
             return f"merged {model.id}" in self._open
 
     def merged_names(self, model: ModelRow) -> list[str]:
-        """Files of the merged weights of a model; none before all are there."""
+        """Return the files of a model's merged weights; none until all are written."""
         names = self._service.artefacts.names(merged_folder(model))
         return [name for name in names if name != _MARK] if _MARK in names else []
 
@@ -115,7 +111,7 @@ class ModelExports:
             order = self._orders.get()
             try:
                 self._carry_out(order)
-            except Exception:  # the thread stays for the next order
+            except Exception:  # the thread must survive for the next order
                 _LOG.exception("an export failed")
             finally:
                 with self._lock:
@@ -169,8 +165,8 @@ class ModelExports:
 
     @contextmanager
     def _workspace(self, model: ModelRow) -> Iterator[tuple[Path, Path]]:
-        """A local folder with the adapter of a model, and one that does not exist yet; both named after the job, and
-        gone after the block."""
+        """Yield a local folder with the adapter of a model, and a path that does not exist yet. Both are named after
+        the job, and deleted after the block."""
         root = self._service.settings.root / "exports"
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=root, prefix=f"{model.job}-") as parent:

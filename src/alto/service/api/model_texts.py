@@ -1,4 +1,4 @@
-"""Texts of downloaded models: they name the base model as requests do, where the service has it in a folder."""
+"""Text files of downloaded models, in which the name that requests use replaces a local path of the base model."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ _TEXTS = frozenset({_CONFIG, "README.md", "config.json"})
 
 
 def texts_without_paths(service: Service, model: ModelRow, folder: str, names: Iterable[str]) -> dict[str, bytes]:
-    """Contents by name, in place of those that are kept, which have paths of this machine.
+    """Return contents by name that replace the stored files which contain paths of this machine.
 
-    What is kept stays as it is: merged weights and vLLM need these paths.
+    The stored files stay unchanged, because merged weights and vLLM need these paths.
 
     Args:
-        service: The service.
-        model: Whose files they are.
-        folder: Of these files, among the artefacts.
-        names: Of the files.
+        model: The model that the files belong to.
+        folder: Artefact folder of the files.
+        names: Names of the files, relative to ``folder``.
     """
     with service.artefacts.open(f"{model.adapter}/{_CONFIG}") as file:
         named = json.load(file).get("base_model_name_or_path") or ""
@@ -35,7 +34,7 @@ def texts_without_paths(service: Service, model: ModelRow, folder: str, names: I
         with service.artefacts.open(f"{folder}/{name}") as file:
             text = file.read().decode()
         for path in paths:
-            # As it stands in texts, and in JSON.
+            # As written in plain text, and as escaped in JSON.
             for form in (path, json.dumps(path)[1:-1]):
                 text = text.replace(form, model.base_model)
         texts[name] = text.encode()
@@ -43,5 +42,5 @@ def texts_without_paths(service: Service, model: ModelRow, folder: str, names: I
 
 
 def _is_path(text: str) -> bool:
-    """Whether it is a folder, and neither a shipped name nor an id of the hub."""
+    """Return whether ``text`` is a folder, and neither a shipped name nor a hub id."""
     return "/" in text and (text.startswith(("/", "~", ".")) or Path(text).is_dir())

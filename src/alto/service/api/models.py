@@ -46,7 +46,7 @@ class _Push(BaseModel):
 
 @router.get("")
 def list_(service: ServiceOf, caller: Reader, after: After = None, limit: Limit = 20) -> dict[str, Any]:
-    """Fine-tuned models of the tenant, newest first."""
+    """List the tenant's fine-tuned models, newest first."""
     with service.store.reading() as session:
         statement: Select[Any] = select(ModelRow).where(ModelRow.tenant == caller.tenant, ModelRow.deleted_at.is_(None))
         number = None
@@ -64,7 +64,7 @@ def list_(service: ServiceOf, caller: Reader, after: After = None, limit: Limit 
 
 @router.get("/{model:path}/adapter")
 def adapter(service: ServiceOf, caller: Reader, model: str) -> StreamingResponse:
-    """The adapter's folder, as a zip file."""
+    """Download the adapter's folder as a zip file."""
     row = _found(service, caller, model)
     names = service.artefacts.names(row.adapter)
     if not names:
@@ -74,7 +74,7 @@ def adapter(service: ServiceOf, caller: Reader, model: str) -> StreamingResponse
 
 @router.post("/{model:path}/merged", status_code=202)
 def merge(service: ServiceOf, caller: Writer, exports: Exports, model: str) -> dict[str, Any]:
-    """Have merged weights written; an event of the job says when they are there."""
+    """Start writing merged weights; an event of the job reports when they are ready."""
     row = _found(service, caller, model)
     if not exports.merged_names(row):
         exports.merge(row)
@@ -83,7 +83,7 @@ def merge(service: ServiceOf, caller: Writer, exports: Exports, model: str) -> d
 
 @router.get("/{model:path}/merged")
 def merged(service: ServiceOf, caller: Reader, exports: Exports, model: str) -> StreamingResponse:
-    """The merged weights, as a zip file."""
+    """Download the merged weights as a zip file."""
     row = _found(service, caller, model)
     names = exports.merged_names(row)
     if not names:
@@ -100,7 +100,7 @@ def merged(service: ServiceOf, caller: Reader, exports: Exports, model: str) -> 
 
 @router.post("/{model:path}/push", status_code=202)
 def push(service: ServiceOf, caller: Writer, exports: Exports, model: str, body: _Push) -> dict[str, Any]:
-    """Have the adapter uploaded to the Hugging Face hub; an event of the job says how that has ended."""
+    """Start uploading the adapter to the Hugging Face hub; an event of the job reports the result."""
     if not service.settings.hub_push:
         raise refused(
             "push: expected a service that uploads to the hub, found one that does not (setting hub_push); download "
@@ -114,7 +114,7 @@ def push(service: ServiceOf, caller: Writer, exports: Exports, model: str, body:
 
 @router.get("/{model:path}")
 def get(service: ServiceOf, caller: Reader, exports: Exports, model: str) -> dict[str, Any]:
-    """A fine-tuned model."""
+    """Return a fine-tuned model."""
     row = _found(service, caller, model)
     with service.store.reading() as session:
         aliases = [(found.id, alias.name) for alias, found in aliases_of(session, caller.tenant)]
@@ -123,7 +123,7 @@ def get(service: ServiceOf, caller: Reader, exports: Exports, model: str) -> dic
 
 
 def _found(service: Service, caller: Caller, model: str) -> ModelRow:
-    """The model of that name, or the one that an alias of that name stands for."""
+    """Return the model of that name, or the model that an alias of that name points to."""
     with service.store.reading() as session:
         return _find(session, caller.tenant, model)
 

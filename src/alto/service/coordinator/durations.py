@@ -1,4 +1,4 @@
-"""What finished runs have taken, kept for the next such task."""
+"""Durations of finished runs, stored as estimates for similar tasks."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ _LOG = logging.getLogger("alto.service.coordinator")
 
 
 def remember_duration(service: Service, job: JobRow, remember: Callable[[Task, float], None]) -> None:
-    """Keep how long the finished run of ``job`` has taken, for drafts and for schedules. An estimate that cannot be
-    kept is missing later, and nothing else.
+    """Store how long the finished run of ``job`` took, for drafts and for schedules. If that fails, only the estimate
+    is missing later.
 
     Args:
-        service: The service.
         job: A job that has succeeded.
-        remember: Of the control plane: keeps the seconds of a task.
+        remember: Method of the control plane that stores the duration of a task in seconds.
     """
     root = service.run_of(job)
     try:
@@ -37,13 +36,12 @@ def remember_duration(service: Service, job: JobRow, remember: Callable[[Task, f
 
 
 def _asked_task(job: JobRow, run: RunDir) -> Task:
-    """The task of a run as it was asked for; what is in its folder has values in place of ``auto``, which the executor
-    wrote there."""
+    """Return a run's task as its user requested it. In the task file, the executor has replaced ``auto`` by values."""
     trained = load_run_task(run, trust_remote_code=True)
     files = {"dataset": trained.dataset, "validation_dataset": trained.validation_dataset}
     return portable(Task(**job.task, **files, name=job.id, tenant=job.tenant, report_to="none"))
 
 
 def _was_changed(history: RunHistory) -> bool:
-    """Whether its user has stopped configurations: it took less time than it asked for."""
+    """Return whether the user stopped configurations, so that the run took less time than requested."""
     return any(job.exit_reason == ExitReason.STOPPED for job in history.jobs.values())

@@ -1,4 +1,4 @@
-"""What an error concerns: one job, the disk or the store of artefacts, or the whole service."""
+"""Scope of an error: one job, storage (a disk or the artefact store), or the whole service."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ __all__ = ["code_of", "code_of_end", "is_of_service", "is_of_storage", "missing_
 
 
 def is_of_service(error: Exception) -> bool:
-    """Whether no job can be worked on: the database does not answer, or another server leads."""
+    """Return whether no job can be worked on: the database does not answer, or another server leads."""
     return isinstance(error, LostLeadershipError | OperationalError | InterfaceError | PoolTimeoutError)
 
 
 def code_of(error: Exception, code: str) -> tuple[str, str | None]:
-    """The code and the parameter of a job's error: ``code`` where neither its rows nor its model are the cause."""
+    """Return the error code and request parameter for an error of a job; ``code`` is the default."""
     if isinstance(error, ApiError):
         return error.code or code, error.param
     return _code_of_class(type(error), code)
 
 
 def code_of_end(error: str, code: str) -> tuple[str, str | None]:
-    """The same, of an executor that has ended with an error whose class is called ``error``."""
+    """Return the same for an executor that ended with an error whose class is called ``error``."""
     found = getattr(errors, error, None)
     return _code_of_class(found if isinstance(found, type) else Exception, code)
 
@@ -42,13 +42,13 @@ def _code_of_class(kind: type, code: str) -> tuple[str, str | None]:
 
 
 def is_of_storage(error: Exception) -> bool:
-    """Whether a disk or the store of artefacts refused: the same job may succeed later, unless a file is gone."""
+    """Return whether a disk or the artefact store failed, so that the job may succeed later (unless a file is gone)."""
     return isinstance(error, RunWriteError) or (
         isinstance(error, OSError) and not isinstance(error, AltoError | FileNotFoundError)
     )
 
 
 def missing_file(error: FileNotFoundError) -> str:
-    """Describe a file of a job that is gone, to its user."""
+    """Return a message for the user that names the missing file of a job."""
     name = Path(str(error.filename)).name if error.filename else str(error)
     return f"expected all files of the job, found that {name} is gone; create the job again"

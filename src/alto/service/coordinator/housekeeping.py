@@ -1,4 +1,4 @@
-"""What is forgotten after its time: records of requests, expired files and uploads."""
+"""Deletion of expired request records, files and uploads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["keep_house"]
 
 
 def keep_house(service: Service) -> None:
-    """Remove what has expired; files that an open job needs stay until its end."""
+    """Delete expired request records, files and uploads; files that an open job needs stay until it ends."""
     with service.store.writing() as session:
         forget_old_replays(session)
         used = select(JobRow.training_file).where(JobRow.status.in_(OPEN))

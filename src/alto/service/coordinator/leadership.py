@@ -1,9 +1,9 @@
-"""One leader among all servers on a database.
+"""Election of one leader among all servers that share a database.
 
-Leadership is a lease in the database, which its holder renews. The clock of the database alone decides whether it has
-run out, so the clocks of servers do not matter, nor do their hosts and process ids: servers in two containers may share
-both. Every leader gets a larger number than the one before, its epoch. A transaction of a former leader finds a newer
-epoch and is refused, and what it has started is fenced by the leases of the runs.
+Leadership is a lease in the database, which its holder renews. Only the database's clock decides whether the lease has
+expired, so the clocks, hosts and process ids of the servers do not matter: servers in two containers may have the same
+host name and process id. Every leader gets a larger number than the one before, its epoch. A transaction of a former
+leader finds a newer epoch and is refused; executors that it started are fenced by the leases of the runs.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ __all__ = ["LEASE_S", "Leadership", "LostLeadershipError"]
 
 LEASE_S = 15.0
 _RENEWALS = 7
-"""Renewals within the time of a lease: some may be late."""
+"""Renewals per duration of a lease, so that some may be late."""
 
 _ID = 1
 
 
 class LostLeadershipError(ServiceError):
-    """Another server leads now."""
+    """Another server has become the leader."""
 
 
 class Leadership:
-    """The claim of this server to lead.
+    """This server's claim to leadership.
 
     Args:
-        store: The common database.
-        lease_s: Others lead once the lease was not renewed for so long.
-        clock: In seconds; never runs backwards. It only decides how often the lease is renewed.
+        store: The shared database.
+        lease_s: Seconds without a renewal after which another server may lead.
+        clock: Monotonic clock, in seconds. It only decides how often the lease is renewed.
     """
 
     def __init__(self, store: Store, *, lease_s: float = LEASE_S, clock: Callable[[], float] = time.monotonic) -> None:
@@ -59,12 +59,12 @@ class Leadership:
 
     @property
     def epoch(self) -> int:
-        """Number of the present leader; only where this server leads."""
+        """Epoch of this server; only valid while it leads."""
         assert self._epoch is not None, "it does not lead"
         return self._epoch
 
     def acquire(self) -> bool:
-        """Lead, where nobody does; returns whether this server leads now."""
+        """Become the leader if there is none; return whether this server leads now."""
         with self._store.writing() as session:
             if self._epoch is not None:
                 with contextlib.suppress(LostLeadershipError):
@@ -79,7 +79,7 @@ class Leadership:
                 except IntegrityError:
                     return False
             now_s = database_time(session)
-            # A renewal in the future means that the clock of the database was set back.
+            # A renewal in the future means that the database's clock was set back.
             if row.holder not in ("", self._server) and abs(now_s - row.renewed_at) < self._lease_s:
                 return False
             row.epoch, row.holder, row.renewed_at = row.epoch + 1, self._server, now_s
@@ -88,7 +88,7 @@ class Leadership:
         return True
 
     def renew(self) -> None:
-        """Renew the lease, where it is time.
+        """Renew the lease if it is due.
 
         Raises:
             LostLeadershipError: Another server leads.
@@ -101,7 +101,7 @@ class Leadership:
         self._renew_at = self._clock() + self._lease_s / _RENEWALS
 
     def check(self, session: Session) -> None:
-        """Check that this server leads until the end of a transaction.
+        """Check that this server leads, and keep it the leader until the transaction ends.
 
         Raises:
             LostLeadershipError: Another server leads.
@@ -112,7 +112,7 @@ class Leadership:
             raise LostLeadershipError("expected this server to lead, found that another one does; it only answers now")
 
     def release(self) -> None:
-        """Lead no longer, so that another server may at once."""
+        """Give up leadership, so that another server can lead at once."""
         if self._epoch is None:
             return
         with self._store.writing() as session:

@@ -1,4 +1,4 @@
-"""From the journal of a run to the events and checkpoints of its job."""
+"""Projection of a run's journal to the events and checkpoints of its job."""
 
 from __future__ import annotations
 
@@ -20,17 +20,16 @@ from alto.service.store.tables import Checkpoint, JobEvent, JobRow
 __all__ = ["Projection"]
 
 _NUM_AT_ONCE = 500
-"""Entries of a transaction."""
+"""Maximum number of journal entries per transaction."""
 
 
 @dataclass(slots=True)
 class Projection:
-    """Writes what a run journals into the database, each entry once.
+    """The writer that copies a run's journal entries to the database, each entry once.
 
-    Where a run was resumed from a checkpoint, it repeats steps; what is known of them already is not told again.
+    A run that was resumed from a checkpoint repeats steps; steps that the database already has are skipped.
 
     Attributes:
-        job: Id of the job.
         path: The run's journal.
     """
 
@@ -45,13 +44,13 @@ class Projection:
         self._tail = JournalTail(self.path)
 
     def has_news(self) -> bool:
-        """Whether entries wait to be written."""
+        """Return whether entries wait to be written."""
         if not self._left:
             self._left = self._tail.read()
         return bool(self._left)
 
     def write(self, session: Session, row: JobRow) -> None:
-        """Write what is new, at most some hundred entries; ``row`` is locked."""
+        """Write the new entries, at most 500 per call; ``row`` must be locked."""
         if self._steps is None:
             self._begin(session, row)
         now, self._left = self._left[:_NUM_AT_ONCE], self._left[_NUM_AT_ONCE:]
@@ -61,7 +60,7 @@ class Projection:
             row.journal_seq = now[-1].seq + 1
 
     def _begin(self, session: Session, row: JobRow) -> None:
-        """Leave out what an earlier coordinator has written, and remember how far each configuration was."""
+        """Skip entries that an earlier coordinator wrote, and restore the last step of each configuration."""
         self._steps = {}
         known = session.scalars(select(JobEvent.data).where(JobEvent.job == row.id, JobEvent.data.is_not(None)))
         for data in known:
@@ -120,7 +119,7 @@ class Projection:
     def _on_evaluated(self, session: Session, row: JobRow, event: journaled.JobEvaluated, at: float) -> None:
         assert self._steps is not None
         if event.step <= self._steps.get(event.job, 0):
-            return  # repeated after a checkpoint
+            return  # repeated after resuming from a checkpoint
         self._steps[event.job] = event.step
         metrics = _finite(
             {
@@ -159,14 +158,14 @@ class Projection:
 
 
 def _ended(job: str, reason: str) -> str:
-    """What has ended a configuration before its last step."""
+    """Return the message for a configuration that ended before its last step."""
     if reason == ExitReason.STOPPED:
         return f"Configuration {job} was stopped by a user"
     return f"Configuration {job} stopped early: {reason}"
 
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:
-    """Values that JSON has; None for what is not finite."""
+    """Return ``values`` with None for numbers that are not finite, which JSON cannot hold."""
     return {
         key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in values.items()
     }

@@ -1,4 +1,4 @@
-"""What a finished run becomes: a model, a file of its curves, and the end of its job."""
+"""Publication of a finished run: its model, its file of loss curves, and the end of its job."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _COLUMNS = ("job", "step", "progress", "train_loss", "valid_loss", "test_loss")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Publication:
-    """What was kept of a finished run, before its job says so.
+    """Stored results of a finished run, which its job does not show yet.
 
     Attributes:
-        model: Row of the model that the job returns.
-        curves: Row of the file of curves.
-        result: What the job says of its end.
+        model: The model that the job returns.
+        curves: The file of loss curves.
+        result: Value of the job's ``result``.
         message: A sentence for users.
         data: The same for programs.
     """
@@ -47,11 +47,11 @@ class Publication:
 
 
 def publish(service: Service, job: JobRow) -> Publication:
-    """Keep the adapter and the curves of the finished run of ``job`` among the artefacts.
+    """Store the adapter and the loss curves of the finished run of ``job`` among the artefacts.
 
     Raises:
         AltoError: The run has no result.
-        OSError: They cannot be written.
+        OSError: The artefacts cannot be written.
     """
     result = load_run(service.run_of(job))
     adapter = f"models/{job.tenant}/{job.id}"
@@ -104,7 +104,7 @@ def publish(service: Service, job: JobRow) -> Publication:
 
 
 def write_result(session: Session, row: JobRow, found: Publication) -> None:
-    """End a job with what was published; ``row`` is locked."""
+    """End a job as succeeded, with its published results; ``row`` must be locked."""
     session.add(found.model)
     session.add(found.curves)
     row.status, row.finished_at, row.estimated_finish = "succeeded", now(), None
@@ -115,7 +115,7 @@ def write_result(session: Session, row: JobRow, found: Publication) -> None:
 
 
 def _chosen(config: Any) -> dict[str, Any]:
-    """The hyperparameters of the winner under OpenAI's names, beside its own."""
+    """Return the best configuration's hyperparameters under OpenAI's names, with ALTO's learning rate and rank."""
     found = {
         "n_epochs": config.get("num_train_epochs"),
         "batch_size": config.get("per_device_train_batch_size"),
@@ -129,7 +129,7 @@ def _chosen(config: Any) -> dict[str, Any]:
 
 
 def _curves(result: TaskResult) -> str:
-    """One line an evaluation, as CSV."""
+    """Return all evaluations as CSV, one line per evaluation."""
     text = io.StringIO()
     writer = csv.writer(text)
     writer.writerow(_COLUMNS)

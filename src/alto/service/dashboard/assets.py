@@ -1,4 +1,4 @@
-"""Scripts and styles of the pages, under addresses that name their contents, so that browsers keep them."""
+"""Scripts and styles of the pages. Their addresses contain a hash of the content, so browsers can keep them."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class _Asset:
 @router.head("/{digest}/{name}")
 @router.get("/{digest}/{name}")
 def get(request: Request, digest: str, name: str) -> Response:
-    """A script or a style."""
+    """Return a script or a style sheet."""
     if name not in _NAMES:
         raise not_found("asset", name, "name")
     asset = _asset(name)
-    # A page of another version of the server, met while servers are updated, must not keep this one's file.
+    # While servers are updated, a page of another server version must not keep this version's file.
     keep = "public, max-age=31536000, immutable" if digest == asset.digest else "no-store"
     headers = {"Cache-Control": keep, "Vary": "Accept-Encoding"}
     content = asset.content
@@ -47,7 +47,7 @@ def get(request: Request, digest: str, name: str) -> Response:
 
 
 def asset_url(name: str) -> str:
-    """Where a page finds the script or style of that name."""
+    """Return the address of a script or style sheet for pages."""
     return f"/dashboard/assets/{_asset(name).digest}/{name}"
 
 

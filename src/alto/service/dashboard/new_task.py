@@ -1,4 +1,4 @@
-"""``/new``: a form for a task. Its texts become the body of a request, which the page sends on to the API."""
+"""``/new``: a form for a task. Its texts become the body of a request, which the page sends to the API."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _pages = APIRouter(route_class=PageRoute)
 
 
 class FormTexts(BaseModel):
-    """What stands in the fields of the form; an empty one is not sent.
+    """The texts in the fields of the form; empty fields are not sent.
 
     Attributes:
         extra: Further hyperparameters, as YAML or JSON.
@@ -51,7 +51,7 @@ class FormTexts(BaseModel):
 
 @_pages.get("/new")
 def form(request: Request, service: ServiceOf, caller: Reader) -> HTMLResponse:
-    """The form."""
+    """Return the page with the form."""
     with service.store.reading() as session:
         files = list(
             session.scalars(
@@ -81,7 +81,7 @@ def form(request: Request, service: ServiceOf, caller: Reader) -> HTMLResponse:
 
 @router.post("/dashboard/request")
 def request_of(caller: Reader, body: FormTexts) -> dict[str, Any]:
-    """The body of a request for a task, from the texts of the form; ``param`` of an error names the field."""
+    """Return the body of a task request for the texts of the form; ``param`` of an error names the field."""
     values = {key: _value(key, text) for key, text in body.hyperparameters.items() if text}
     extra = _extra(body.extra)
     if twice := sorted(values.keys() & extra.keys()):
@@ -100,7 +100,7 @@ def request_of(caller: Reader, body: FormTexts) -> dict[str, Any]:
 
 
 def _value(key: str, text: str) -> Any:
-    """A number, a word, a list (with or without brackets) or a range."""
+    """Return the value of a text: a number, a word, a list (with or without brackets) or a range."""
     is_list = "," in text and text[0] not in "[{"
     try:
         return read_yaml(f"[{text}]" if is_list else text)

@@ -1,4 +1,4 @@
-"""What pages show of a task's run: numbers, the job table and the figures, from its journal."""
+"""A task's run as pages show it: numbers, the job table and the figures, from its journal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ENDS = {"failed": ExitReason.FAILED, "cancelled": ExitReason.STOPPED}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunView:
-    """A run, as it is drawn."""
+    """The job table and the figures of a run."""
 
     table: JobTable
     figures: RunFigures
@@ -35,10 +35,9 @@ class TaskLine:
     """A task with the numbers of its run.
 
     Attributes:
-        row: The task.
-        history: Of its run; empty before that begins.
-        hours: What it took; None before it begins.
-        damage: Why the journal of its run cannot be read; empty where it can.
+        history: History of its run; empty before the run begins.
+        hours: Device hours that it took; None before the run begins.
+        damage: Why the journal of its run cannot be read; empty if it can.
     """
 
     row: JobRow
@@ -48,7 +47,7 @@ class TaskLine:
 
     @property
     def name(self) -> str:
-        """What its user calls it, else its id."""
+        """The name that its user gave it, or its id."""
         return self.row.suffix or self.row.id
 
     @property
@@ -58,25 +57,25 @@ class TaskLine:
 
     @property
     def share_done(self) -> float:
-        """In [0, 1]."""
+        """Completed fraction of the task, in [0, 1]."""
         return 1.0 if self.row.status == "succeeded" else self.history.decided_share
 
     @property
     def savings(self) -> Savings:
-        """Of early exit."""
+        """Training that early exit saved."""
         return savings_of(self.history, self.row.status)
 
     @property
     def num_ended(self) -> int:
-        """Jobs that train no more."""
+        """Number of jobs that have ended."""
         return sum(job.has_ended for job in self.history.jobs.values())
 
 
 def line_of(service: Service, row: JobRow) -> TaskLine:
-    """A task as its journal is now.
+    """Return a task with the current numbers of its journal.
 
     Raises:
-        SpecError: The price in the environment is none.
+        SpecError: The price in the environment is invalid.
     """
     try:
         history = history_of(service, row)
@@ -89,7 +88,7 @@ def line_of(service: Service, row: JobRow) -> TaskLine:
 
 
 def run_view(history: RunHistory, status: str) -> RunView:
-    """The table and the figures of ``history``, the run of a task that is ``status``."""
+    """Return the table and the figures of ``history``, the run of a task with the status ``status``."""
     return _kept_view(history, status) if history.jobs else _new_view(history, status)
 
 
@@ -100,7 +99,7 @@ def _new_view(history: RunHistory, status: str) -> RunView:
 
 
 def _closed(history: RunHistory, status: str) -> RunHistory:
-    """A history in which the jobs of a task that failed or was cancelled have ended: its journal does not say so."""
+    """Return a history in which all jobs of a failed or cancelled task have ended, which its journal does not say."""
     reason = _ENDS.get(status)
     if reason is None:
         return history
@@ -113,4 +112,4 @@ def _closed(history: RunHistory, status: str) -> RunHistory:
 
 
 _kept_view = functools.lru_cache(maxsize=16)(_new_view)
-"""A history is a new object whenever its journal has changed: all who follow a task share what is drawn of it."""
+"""A cache of views: a history is a new object whenever its journal has changed, so all viewers of a task share one."""

@@ -31,7 +31,7 @@ _pages = APIRouter(route_class=PageRoute)
 
 @_pages.get("/tasks/{task}")
 def show(request: Request, service: ServiceOf, caller: Reader, task: str) -> HTMLResponse:
-    """The page of a task."""
+    """Return the page of a task."""
     return page(request, "task.html.jinja", caller, **_context(service, caller, task))
 
 
@@ -39,7 +39,7 @@ def show(request: Request, service: ServiceOf, caller: Reader, task: str) -> HTM
 def show_now(
     service: ServiceOf, caller: Reader, task: str, seen: Annotated[str, Query(max_length=64)] = ""
 ) -> Response:
-    """The same, for the open page; with its figures."""
+    """Return the changed parts of the open page, and its figures."""
     context = _context(service, caller, task)
     line = context["line"]
     data = {
@@ -80,7 +80,7 @@ def _context(service: Service, caller: Caller, task: str) -> dict[str, Any]:
         **outputs,
         "events": events,
         "has_more_events": has_more,
-        # Uploaded rows have their own names; a run knows them by that of its copy.
+        # The run knows uploaded rows only by the file name of its copy, so the page shows the name of the upload.
         "subtitle": [part for part in describe_task(history.started) if not part.endswith("training.jsonl")],
         "notes": run_notes(history),
         "loss_unit": loss_unit(history.method),
@@ -90,7 +90,7 @@ def _context(service: Service, caller: Caller, task: str) -> dict[str, Any]:
 
 
 def _outputs(session: Session, row: JobRow) -> dict[str, Any]:
-    """What the task has returned and nobody has deleted since."""
+    """Return the outputs of a task that were not deleted since: its result files, and whether it has a model."""
     kept = select(FileRow.id).where(
         FileRow.id.in_((row.result or {}).get("result_files", [])), FileRow.deleted_at.is_(None)
     )

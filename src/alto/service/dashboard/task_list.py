@@ -1,4 +1,4 @@
-"""``/``: the tasks of the tenant."""
+"""``/``: the tenant's tasks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _pages = APIRouter(route_class=PageRoute)
 
 @_pages.get("/")
 def tasks(request: Request, service: ServiceOf, caller: Reader, after: After = None) -> HTMLResponse:
-    """The tasks, newest first."""
+    """Return the page of tasks, newest first."""
     return page(request, "tasks.html.jinja", caller, **_context(service, caller, after))
 
 
@@ -37,7 +37,7 @@ def tasks(request: Request, service: ServiceOf, caller: Reader, after: After = N
 def tasks_now(
     service: ServiceOf, caller: Reader, after: After = None, seen: Annotated[str, Query(max_length=64)] = ""
 ) -> Response:
-    """The same, for the open page."""
+    """Return the changed parts of the open page."""
     context = _context(service, caller, after)
     return live_answer(
         seen, ("tasks",), data={"is_live": any(line.row.status in OPEN for line in context["lines"])}, **context

@@ -1,4 +1,4 @@
-"""Folders of artefacts as zip files that are made while they are sent."""
+"""Zip files of artefact folders, made while they are sent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["zip_chunks"]
 
 
 class _Sink(io.RawIOBase):
-    """Holds what was written since it was last emptied; cannot go back."""
+    """A stream that holds the bytes written since it was last emptied; it cannot seek."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,21 +33,19 @@ class _Sink(io.RawIOBase):
 
 
 def zip_chunks(artefacts: Artefacts, folder: str, names: Iterable[str], texts: Mapping[str, bytes]) -> Iterator[bytes]:
-    """A zip file of contents below ``folder``, in pieces; they are stored as they are, for weights do not shrink.
+    """Yield a zip file of contents below ``folder`` in pieces, without compression, because weights do not shrink.
 
     Args:
-        artefacts: Where they are kept.
-        folder: Of all contents.
-        names: Of the contents, relative to it.
-        texts: By name, what the zip file holds in place of what is kept.
+        names: Names of the contents, relative to ``folder``.
+        texts: Contents by name that replace the stored ones.
 
     Raises:
-        FileNotFoundError: One is not there.
+        FileNotFoundError: A content is missing.
     """
     sink = _Sink()
     with zipfile.ZipFile(sink, "w", zipfile.ZIP_STORED) as archive:
         for name in names:
-            # Sizes are not known before: without 64 bits a file could have no more than 2 GiB.
+            # Sizes are not known in advance: without 64-bit sizes a file could have no more than 2 GiB.
             with archive.open(zipfile.ZipInfo(name), "w", force_zip64=True) as entry:
                 kept = io.BytesIO(texts[name]) if name in texts else artefacts.open(f"{folder}/{name}")
                 for chunk in chunks_of(kept):

@@ -1,5 +1,5 @@
-"""What is wrong with hyperparameters, in the words of the request: the keys as they were sent, and no others than those
-that requests may have."""
+"""Errors about hyperparameters in the words of the request: its keys as they were sent, and no keys that requests may
+not have."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from alto.spec.suggestions import nearest_key
 __all__ = ["param_of", "worded"]
 
 _MOST_KNOWN = 24
-"""Known keys that an error lists."""
+"""Maximum number of known keys that an error lists."""
 
 _OPENAI = ("n_epochs", "batch_size", "learning_rate_multiplier")
 _USUAL = "learning_rate, r, lora_alpha, lora_dropout, weight_decay"
@@ -21,15 +21,15 @@ _OF_SPACE = f"Usual keys are num_train_epochs, per_device_train_batch_size, {_US
 
 
 def worded(text: str, sent: Mapping[str, str], refused: Collection[str]) -> str:
-    """The text of an error of a task for the sender of a request.
+    """Return the text of a task's error, reworded for the sender of a request.
 
     Args:
-        text: Of the error, with the names of ALTO.
-        sent: Keys of the request by the names of ALTO that they are other spellings of.
+        text: Error text with ALTO's names.
+        sent: Keys of the request that are other spellings of ALTO's names, by these names.
         refused: Keys that a request may not have.
     """
     for name, key in sent.items():
-        # Lists and ranges among the hyperparameters became a search space.
+        # Lists and ranges among the hyperparameters became a search space, which the sender does not know.
         place = "" if "search_space" in sent else r"(?:search_space\.)?"
         text = re.sub(rf"(?<![\w.*']){place}{re.escape(name)}\b(?=[\[.: (])", key, text)
     usual = _OF_SPACE if text.startswith("search_space") else _OF_TASK
@@ -42,12 +42,12 @@ def worded(text: str, sent: Mapping[str, str], refused: Collection[str]) -> str:
 
 
 def param_of(text: str, sent: Mapping[str, str], default: str) -> str:
-    """The key of the request that an error of a task is about; ``default`` where it is about several, or none.
+    """Return the key of the request that a task's error is about; ``default`` if it is about several keys, or none.
 
     Args:
-        text: Of the error, with the names of ALTO.
-        sent: All keys of the request by the names of ALTO.
-        default: A name for all of them.
+        text: Error text with ALTO's names.
+        sent: All keys of the request, by ALTO's names.
+        default: Name of all the keys together.
     """
     found = re.match(r"the task has the (?:unknown )?key '(\w+)'", text)
     found = found or re.match(r"(?:In )?(?:search_space\.)?(\w+)(?=[\[.: (])", text)
@@ -63,7 +63,7 @@ def _known(listed: str, refused: Collection[str], usual: str) -> str:
 
 
 def _unknown(found: re.Match[str], refused: Collection[str]) -> str:
-    """With a suggestion that a request may follow, if there is one."""
+    """Return the text for an unknown key, with a suggestion that a request may follow, if there is one."""
     task, key, suggestion, near = found.groups()
     about = f"{task or ''}has the unknown key {key!r}."
     near = (nearest_key(key, _OPENAI) if task else None) or (near if near not in refused else None)

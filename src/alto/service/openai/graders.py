@@ -1,4 +1,4 @@
-"""Graders of answers that choose among finalists: OpenAI's, as scorers of ALTO, and ALTO's own."""
+"""Graders of generated answers, which choose among finalists: OpenAI's as scorers of ALTO, and ALTO's own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from alto.spec.scoring import parse_select_by
 __all__ = ["check_grader", "select_by_of"]
 
 _SCORERS = ("exact", "contains", "numeric", "exact_match", "json", "tool_call", "multiple_choice")
-"""Scorers that requests may name. The others run code, reach servers, or may never end (a pattern that backtracks)."""
+"""Scorers that requests may name. The others run code, contact servers, or may never end (backtracking patterns)."""
 _KEYS = ("scorer", "keys", "tolerance", "ignore_case", "num_rows", "max_new_tokens", "at")
 _OPERATIONS: Mapping[str, dict[str, Any]] = {
     "eq": {"scorer": "exact"},
@@ -22,18 +22,18 @@ _OPERATIONS: Mapping[str, dict[str, Any]] = {
     "ilike": {"scorer": "contains", "ignore_case": True},
 }
 _STRING_CHECK = {"input": "sample.output_text", "reference": "item.reference"}
-"""Keys of OpenAI's grader with the only template that each may be."""
+"""Keys of OpenAI's grader, with the only template that each may have."""
 _TEMPLATE = re.compile(r"\{\{\s*([\w.]+)\s*\}\}")
 
 
 def select_by_of(value: Any) -> Any:
-    """``select_by`` of a task for that of a request.
+    """Return the task's ``select_by`` for the ``select_by`` of a request.
 
     Args:
-        value: A grader of OpenAI (with ``type``), or ``select_by`` as ALTO has it.
+        value: A grader of OpenAI (with ``type``), or ``select_by`` in ALTO's form.
 
     Raises:
-        ApiError: It is a grader or a scorer that a service does not run.
+        ApiError: A service does not run this grader or scorer.
     """
     if not isinstance(value, Mapping):
         return value
@@ -48,10 +48,10 @@ def select_by_of(value: Any) -> Any:
 
 
 def check_grader(grader: Mapping[str, Any]) -> None:
-    """Check a grader by itself, as ``select_by`` of a job would be.
+    """Check a grader as if it were ``select_by`` of a job.
 
     Raises:
-        ApiError: A job could not have it.
+        ApiError: A job could not have this grader.
     """
     try:
         parse_select_by(select_by_of(grader))
@@ -60,7 +60,7 @@ def check_grader(grader: Mapping[str, Any]) -> None:
 
 
 def _scorer_of(grader: Mapping[str, Any]) -> dict[str, Any]:
-    """The scorer that does what a grader of OpenAI does."""
+    """Return the scorer that does the same as a grader of OpenAI."""
     if grader["type"] != "string_check":
         remedy = f"write string_check, or {{scorer: …}} with one of {', '.join(_SCORERS)}"
         raise _unsupported("select_by.type", "'string_check'", grader["type"], remedy)

@@ -1,4 +1,4 @@
-"""``/v1/fine_tuning/jobs``: each is a task of ALTO."""
+"""``/v1/fine_tuning/jobs``: each job is a task of ALTO."""
 
 from __future__ import annotations
 
@@ -76,10 +76,10 @@ class JobRequest(BaseModel):
         return "supervised" if self.method is None else self.method.type
 
     def asked(self) -> dict[str, Any]:
-        """The hyperparameters.
+        """Return the hyperparameters.
 
         Raises:
-            ApiError: The method is not one that this service trains, or they are given twice.
+            ApiError: This service does not train the method, or the hyperparameters are given twice.
         """
         if self.kind not in METHODS:
             raise refused(
@@ -107,7 +107,7 @@ def create(
     body: JobRequest,
     priority: Annotated[int | None, Header(alias="alto-priority", ge=0, le=100)] = None,
 ) -> dict[str, Any]:
-    """Accept a job: once this is answered, it is kept through any crash, and trained once."""
+    """Accept a job. Once this is answered, the job survives any crash, and is trained once."""
     mark = mark_of(request, caller.tenant, request.state.body_hash)
     return job_object(create_job(service, caller, body, priority=priority, mark=mark))
 
@@ -118,14 +118,11 @@ def create_job(
     """Accept a job of ``caller``.
 
     Args:
-        service: The service.
-        caller: Whose job it is.
-        body: The request.
-        priority: Its place among the caller's other jobs, where it is not among the hyperparameters.
-        mark: Tells whether the request repeats another one.
+        priority: Priority among the caller's other jobs, if it is not among the hyperparameters.
+        mark: Identifies repetitions of the request.
 
     Raises:
-        ApiError: What is wrong with it.
+        ApiError: The request is invalid or exceeds a limit.
     """
     values = draft_of(service, body)
     if priority is not None:
@@ -140,7 +137,7 @@ def create_job(
         before = mark.find(session)
         if before is not None:
             known = find_job(session, caller.tenant, before)
-            if mark.key or known.status != "cancelled":  # whoever has cancelled it had its answer
+            if mark.key or known.status != "cancelled":  # cancelled: its client had the answer, so this is a new job
                 return known
         for file, param in ((body.training_file, "training_file"), (body.validation_file, "validation_file")):
             if file is not None:
@@ -189,10 +186,10 @@ def create_job(
 
 
 def draft_of(service: Service, body: JobRequest) -> dict[str, Any]:
-    """Keys and values of the task of a request, checked but for its rows.
+    """Return keys and values of a request's task, with everything checked except its rows.
 
     Raises:
-        ApiError: What is wrong with it.
+        ApiError: The request is invalid.
     """
     if body.integrations:
         raise refused(
@@ -219,7 +216,7 @@ def check_usable(session: Session, tenant: str, file: str, param: str) -> None:
     """Check that a file can be trained on.
 
     Raises:
-        ApiError: There is none, it is for something else, or its rows are damaged.
+        ApiError: There is no such file, it has another purpose, or its rows are damaged.
     """
     row = find_file(session, tenant, file, param)
     if row.purpose != FINE_TUNE:
@@ -232,7 +229,7 @@ def check_usable(session: Session, tenant: str, file: str, param: str) -> None:
 def list_(
     request: Request, service: ServiceOf, caller: Reader, after: After = None, limit: Limit = 20
 ) -> dict[str, Any]:
-    """Jobs of the tenant, newest first; ``metadata[k]=v`` filters them, ``metadata=null`` finds those without."""
+    """List the tenant's jobs, newest first; ``metadata[k]=v`` filters them, ``metadata=null`` finds jobs without it."""
     with service.store.reading() as session:
         statement = select(JobRow).where(JobRow.tenant == caller.tenant)
         for condition in _conditions(service, request):
@@ -244,7 +241,7 @@ def list_(
 
 @router.get("/jobs/{job_id}")
 def get(service: ServiceOf, caller: Reader, job_id: str) -> dict[str, Any]:
-    """A job."""
+    """Return a job."""
     with service.store.reading() as session:
         return job_object(find_job(session, caller.tenant, job_id))
 
@@ -253,7 +250,7 @@ def get(service: ServiceOf, caller: Reader, job_id: str) -> dict[str, Any]:
 def change(
     service: ServiceOf, caller: Writer, job_id: str, action: Literal["cancel", "pause", "resume"]
 ) -> dict[str, Any]:
-    """Cancel, pause or resume a job; the answer has its new status."""
+    """Cancel, pause or resume a job; return it with its new status."""
     changes = {"cancel": cancel_job, "pause": pause_job, "resume": resume_job}
     with service.store.writing() as session:
         row = changes[action](session, caller.tenant, job_id)
@@ -263,7 +260,7 @@ def change(
 
 @router.get("/jobs/{job_id}/events")
 def events(service: ServiceOf, caller: Reader, job_id: str, after: After = None, limit: Limit = 20) -> dict[str, Any]:
-    """Events of a job, newest first."""
+    """List the events of a job, newest first."""
     with service.store.reading() as session:
         job = find_job(session, caller.tenant, job_id)
         number = None if after is None else _number_of_event(job, after)
@@ -276,8 +273,8 @@ def events(service: ServiceOf, caller: Reader, job_id: str, after: After = None,
 def checkpoints(
     service: ServiceOf, caller: Reader, job_id: str, after: After = None, limit: Limit = 10
 ) -> dict[str, Any]:
-    """Steps with a new best validation loss, of every configuration, newest first. They are names: the adapters of
-    checkpoints cannot be fetched or used."""
+    """List steps with a new best validation loss, of every configuration, newest first. They are only names: adapters
+    of checkpoints cannot be fetched or used."""
     with service.store.reading() as session:
         job = find_job(session, caller.tenant, job_id)
         statement = select(Checkpoint).where(Checkpoint.job == job.id)
@@ -291,16 +288,16 @@ def checkpoints(
 
 
 def _conditions(service: Service, request: Request) -> list[ColumnElement[bool]]:
-    """Conditions on the metadata of jobs."""
+    """Return the request's conditions on the metadata of jobs."""
     found: list[ColumnElement[bool]] = []
     for key, value in request.query_params.multi_items():
         if key == "metadata" and value == "null":
-            # A column of JSON has two kinds of null.
+            # A JSON column has two kinds of null.
             found.append(JobRow.pairs.is_(None) | (cast(JobRow.pairs, Text) == "null"))
         elif key.startswith("metadata[") and key.endswith("]"):
             name = key[len("metadata[") : -1]
             if service.store.is_sqlite:
-                # A path of SQLite's cannot name every key.
+                # A JSON path of SQLite cannot name every key.
                 pairs = func.json_each(JobRow.pairs).table_valued("key", "value")
                 found.append(exists().where(pairs.c.key == name, pairs.c.value == value))
             else:

@@ -23,7 +23,7 @@ router = APIRouter()
 
 @router.get("/models")
 def list_(service: ServiceOf, caller: Reader) -> dict[str, Any]:
-    """Base models, then the tenant's own, newest first, then names that move to the newest of a suffix."""
+    """List base models, then the tenant's own, newest first, then aliases that point to the newest of a suffix."""
     with service.store.reading() as session:
         statement = select(ModelRow).where(ModelRow.tenant == caller.tenant, ModelRow.deleted_at.is_(None))
         rows = list(session.scalars(statement.order_by(ModelRow.number.desc())))
@@ -34,7 +34,7 @@ def list_(service: ServiceOf, caller: Reader) -> dict[str, Any]:
 
 @router.get("/models/{model:path}")
 def get(service: ServiceOf, caller: Reader, model: str) -> dict[str, Any]:
-    """A model."""
+    """Return a model."""
     if model in service.settings.models:
         return base_model_object(model)
     with service.store.reading() as session:

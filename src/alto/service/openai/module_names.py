@@ -1,5 +1,5 @@
-"""Names of modules in requests: names alone. ALTO itself takes regular expressions too, and one of a stranger can keep
-a process busy for ever."""
+"""Module names in requests, which must be plain names. ALTO itself also takes regular expressions, but an expression
+of a stranger can keep a process busy forever."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,200}")
 
 
 def check_module_names(values: Mapping[str, Any]) -> None:
-    """Check that settings which name modules have names alone, in a search space and in lists too.
+    """Check that settings that name modules have only plain names, also in a search space and in lists.
 
     Raises:
-        ApiError: One has something else.
+        ApiError: A setting has something else.
     """
     for key, value in values.items():
         if JOB_ALIASES.get(key, key) in _FIELDS:
@@ -47,7 +47,7 @@ def check_module_names(values: Mapping[str, Any]) -> None:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """All texts in a value; of a mapping its keys."""
+    """Yield all texts in a value; for a mapping, the texts of its keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list | tuple | Mapping):

@@ -1,4 +1,4 @@
-"""Bounds of pages, as requests give them."""
+"""Parameters of requests for pages."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What a request for a fine-tuning job asks of ALTO: the keys of a task.
+"""Translation of a fine-tuning request to the keys of an ALTO task.
 
-A number fixes a setting, ``"auto"`` searches the usual values, a list is a grid. Settings of ALTO may stand among the
-hyperparameters under their own names; what would read files, reach servers or run code of the service's machine may
-not.
+A number fixes a setting, ``"auto"`` searches the usual values, a list is a grid. ALTO's settings may be among the
+hyperparameters under their own names, except settings that would read files, contact servers or run code on the
+service's machine.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ ALLOWED_TASK_KEYS = frozenset(
     }
 )
 """Keys of a task that requests may set. The others name files, servers, packages or code of the service's machine, or
-are set by the service."""
+the service sets them."""
 
 _REFUSED_JOB_KEYS = frozenset({"objective", "config", "tokenizer", "task_type", "mixture_weights"})
-"""Arguments for objects of Python, what changes the method, and weights of files that a job does not have."""
+"""Arguments for Python objects, settings that change the method, and weights of files that a job does not have."""
 _REFUSED_EARLY_EXIT_KEYS = frozenset({"rules"})
-"""They load packages."""
+"""Keys that load packages."""
 
 _REFUSED_KEYS = (frozenset(TASK_FIELDS) - ALLOWED_TASK_KEYS) | _REFUSED_JOB_KEYS | _REFUSED_EARLY_EXIT_KEYS
 
@@ -93,21 +93,20 @@ _LISTS = frozenset(
         "modules_to_save",
     }
 )
-"""Settings whose one value is a list; a grid of them is a list of lists."""
+"""Settings whose single value is a list; a grid of them is a list of lists."""
 _AUTO = "auto"
 _NUM_RATES = 5
 _USUAL_RATE = usual_learning_rate(2000)
 
 
 def build(values: Mapping[str, Any], hyperparameters: Mapping[str, Any] | None = None) -> Task:
-    """The task of ``values``.
+    """Return the task of ``values``.
 
     Args:
-        values: Keys of the task.
-        hyperparameters: As they were sent; errors have their names.
+        hyperparameters: Hyperparameters as they were sent; errors use their names.
 
     Raises:
-        ApiError: One of them is not valid.
+        ApiError: A value is invalid.
     """
     try:
         return Task(**values)
@@ -119,20 +118,19 @@ def build(values: Mapping[str, Any], hyperparameters: Mapping[str, Any] | None =
 
 
 def _name_of(key: str) -> str:
-    """ALTO's name of a hyperparameter."""
+    """Return ALTO's name of a hyperparameter."""
     return _NAMES.get(key) or JOB_ALIASES.get(key) or TASK_ALIASES.get(key, key)
 
 
 def task_values(method: str, hyperparameters: Mapping[str, Any], *, seed: int | None) -> dict[str, Any]:
-    """Keys and values of the task of a request, but for its model and its rows.
+    """Return keys and values of a request's task, except its model and its rows.
 
     Args:
         method: ``supervised`` or ``dpo``.
-        hyperparameters: As they were sent.
-        seed: Of the request; None leaves the seeds to ALTO.
+        seed: Seed of the request; None leaves the seeds to ALTO.
 
     Raises:
-        ApiError: A key is unknown or not allowed, or a value is of another kind.
+        ApiError: A key is not allowed or given twice, or a value is invalid.
     """
     check_module_names(hyperparameters)
     values: dict[str, Any] = {"method": METHODS[method]}
@@ -170,7 +168,7 @@ def task_values(method: str, hyperparameters: Mapping[str, Any], *, seed: int | 
             "conflicting_keys",
         )
     searched = space if own is None else own
-    # Where nothing is said about the rate, or anything else that is searched, the default space is searched.
+    # If neither a learning rate nor ``search`` nor any searched value is given, the default space is searched.
     is_fixed = searched or any(key in values for key in ("learning_rate", "search"))
     values["search_space"] = searched if is_fixed else _AUTO
     if seed is not None:
@@ -182,10 +180,10 @@ def task_values(method: str, hyperparameters: Mapping[str, Any], *, seed: int | 
 
 
 def clone_changes(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of a clone by their names in ALTO; OpenAI's names are taken as in requests for jobs.
+    """Return a clone's settings under ALTO's names; OpenAI's names are accepted as in requests for jobs.
 
     Raises:
-        ApiError: A key is not allowed or given twice, or a value is of another kind.
+        ApiError: A key is not allowed or given twice, or a value is invalid.
     """
     check_module_names(changes)
     found: dict[str, Any] = {}
@@ -201,19 +199,19 @@ def clone_changes(changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def multiplier_of(learning_rate: float) -> float:
-    """The ``learning_rate_multiplier`` of a learning rate."""
+    """Return the ``learning_rate_multiplier`` of a learning rate."""
     return float(f"{learning_rate / _USUAL_RATE:.6g}")
 
 
 def _is_searched(name: str, value: Any) -> bool:
-    """Whether a value is a grid or a range, rather than one value that is a list or a mapping itself."""
+    """Return whether a value is a grid or a range, rather than a single value that is a list or a mapping itself."""
     if isinstance(value, list):
         return name not in _LISTS or all(isinstance(each, list) for each in value)
     return isinstance(value, Mapping) and name not in MAPPING_FIELDS and "min" in value
 
 
 def _searched(name: str, value: Any) -> Any:
-    """``value`` with the usual values in place of ``auto``."""
+    """Return ``value``, with the usual values in place of ``auto``."""
     if value != _AUTO:
         return value
     if name == "learning_rate":
@@ -228,7 +226,7 @@ def _searched(name: str, value: Any) -> Any:
 
 
 def _rates(value: Any) -> Any:
-    """Learning rates of multipliers of the usual one: of one, a list or a range."""
+    """Return learning rates for multipliers of the usual rate: for one number, a list or a range."""
     if value == _AUTO:
         return _AUTO
     if isinstance(value, Mapping) and "min" in value:

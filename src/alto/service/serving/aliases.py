@@ -1,4 +1,4 @@
-"""Names without a job's part: each moves to the newest model of its tenant, base model and suffix that answers."""
+"""Aliases: each points to the newest ready model of its tenant, base model and suffix."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["move_alias", "settle_aliases"]
 
 
 def move_alias(session: Session, model: ModelRow, job: JobRow) -> str | None:
-    """Let the alias of a model that answers now stand for it, unless it stands for a newer one.
+    """Point the alias of a newly ready model to this model, unless it points to a newer one.
 
     Returns:
-        The alias, where it has moved.
+        The alias if it has moved, else None.
     """
     if not job.suffix:
         return None
@@ -36,7 +36,7 @@ def move_alias(session: Session, model: ModelRow, job: JobRow) -> str | None:
 
 
 def settle_aliases(session: Session) -> None:
-    """Let aliases of deleted models stand for the newest model that answers, and remove those without any."""
+    """Point aliases of deleted models to the newest ready model, and delete aliases for which there is none."""
     statement = select(AliasRow).join(ModelRow, ModelRow.id == AliasRow.model).where(ModelRow.deleted_at.is_not(None))
     for alias in session.scalars(statement.with_for_update(of=AliasRow)).all():
         newest = session.scalar(

@@ -1,4 +1,4 @@
-"""``/v1/chat/completions`` and ``/v1/completions``: passed on to the vLLM server, for models of the tenant."""
+"""``/v1/chat/completions`` and ``/v1/completions``, forwarded to the vLLM server for models of the tenant."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 _STREAM = "text/event-stream"
 _REQUEST_FAULTS = (400, 413, 422)
-"""Statuses by which vLLM refuses what a caller has asked for."""
+"""Statuses by which vLLM refuses a caller's request."""
 _CLOSED = 499
 
 router = APIRouter()
@@ -38,13 +38,13 @@ router = APIRouter()
 
 @router.post("/chat/completions")
 async def chat(request: Request, service: ServiceOf, caller: Talker) -> Response:
-    """A reply of a model to a conversation."""
+    """Return a model's reply to a conversation."""
     return await _pass_on(request, service, caller, "/v1/chat/completions")
 
 
 @router.post("/completions")
 async def complete(request: Request, service: ServiceOf, caller: Talker) -> Response:
-    """A continuation of a text by a model."""
+    """Return a model's continuation of a text."""
     return await _pass_on(request, service, caller, "/v1/completions")
 
 
@@ -79,11 +79,11 @@ def _body_of(content: bytes) -> dict[str, Any]:
 
 
 async def _answered(upstream: Upstream, path: str, body: dict[str, Any]) -> Response:
-    """The answer of the vLLM server: its status, kind and content, and none of its other headers.
+    """Return the answer of the vLLM server with its content type, but without its other headers.
 
     Raises:
-        UpstreamError: There is none, or it is no answer of a model.
-        ApiError: It says what is wrong with the request.
+        UpstreamError: There is no answer, or it is not the answer of a model.
+        ApiError: The server refuses the request, or does not have the model now.
     """
     reply = await upstream.send("POST", path, body)
     is_stream = False
@@ -112,7 +112,7 @@ async def _answered(upstream: Upstream, path: str, body: dict[str, Any]) -> Resp
 
 
 class _Stream(StreamingResponse):
-    """Server-sent events as they come. The connection to the server ends with that of the caller."""
+    """Server-sent events, forwarded as they arrive. The connection to the server is closed with the caller's."""
 
     def __init__(self, reply: Reply) -> None:
         super().__init__(_events(reply), media_type=_STREAM, headers={"Cache-Control": "no-cache"})
@@ -130,20 +130,20 @@ async def _events(reply: Reply) -> AsyncIterator[bytes]:
         async for piece in reply.pieces():
             yield piece
     except UpstreamError as error:
-        # The status is sent already: clients read an error in the stream.
+        # The status is sent already, so clients read the error in the stream.
         _LOG.warning("a stream broke: %s", error)
         yield b"data: " + json.dumps(_bad_gateway(error).body()).encode() + b"\n\n"
 
 
 def _bad_gateway(error: UpstreamError) -> ApiError:
     is_late = isinstance(error, UpstreamTimeoutError)
-    # Another try would have the server compute a long answer once more.
+    # A retry would make the server compute a long answer once more.
     headers = {"x-should-retry": "false"} if is_late else {}
     return ApiError(502, str(error), code="upstream_timeout" if is_late else "upstream_error", headers=headers)
 
 
 async def _while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
-    """What ``work`` returns; None, and an end to the work, where the caller has gone."""
+    """Return the result of ``work``; if the caller disconnects first, cancel ``work`` and return None."""
     task, gone = asyncio.create_task(work), asyncio.create_task(_gone(request))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""Keeps a vLLM server's adapters those of the database: new models are registered, deleted ones removed."""
+"""Synchronisation of a vLLM server's adapters with the database: new models are registered, deleted ones removed."""
 
 from __future__ import annotations
 
@@ -27,18 +27,17 @@ _LOG = logging.getLogger("alto.service.serving")
 
 _TURN_S = 0.5
 _MOST_PAUSE_S = 3600.0
-"""Before a model that failed is tried again; the pause doubles from ``vllm.probe_interval_s``."""
+"""Longest pause before a failed model is tried again; the pause doubles from ``vllm.probe_interval_s``."""
 _STOP_S = 5.0
 
 
 class Registrar:
-    """Registers models with the vLLM server of the settings, on a thread of its own; does nothing without one.
+    """A thread that registers models with the vLLM server of the settings; does nothing without one.
 
-    All that matters is in the database and on the server, so that two of them, for a while, do no harm.
+    Its state is in the database and on the server, so two registrars at the same time do no harm.
 
     Args:
-        service: The service.
-        clock: In seconds; never runs backwards.
+        clock: Monotonic clock, in seconds.
     """
 
     def __init__(self, service: Service, clock: Callable[[], float] = time.monotonic) -> None:
@@ -53,15 +52,15 @@ class Registrar:
         self._look_at = clock()
         self._rest_until = clock()
         self._retries: dict[int, tuple[int, float]] = {}
-        """Failures of a model in a row, by its number, and when it is tried again."""
+        """Consecutive failures of a model, and the time of its next try, by the model's number."""
 
     def start(self) -> None:
-        """Begin, where there is a server; the first turn looks at all models."""
+        """Start if there is a server; the first turn checks all models."""
         if self._server is not None:
             self._thread.start()
 
     def stop(self) -> None:
-        """End soon, also while the server is waited for."""
+        """Stop soon, even while waiting for the server."""
         self._is_stopping.set()
         with self._lock:
             if self._running is not None:
@@ -71,7 +70,7 @@ class Registrar:
             self._thread.join(_STOP_S)
 
     def turn(self) -> None:
-        """Bring the server and the database together, where something has changed or it is time to look.
+        """Synchronise the server with the database if something has changed or a check is due.
 
         Raises:
             SQLAlchemyError: The database cannot be used.
@@ -96,7 +95,7 @@ class Registrar:
             self._look_at = self._clock() + self._interval_s
             rows = self._rows(or_(ModelRow.deleted_at.is_(None), ModelRow.serving != "none"))
             if any(row.serving == "ready" and row.deleted_at is None and row.id not in served for row in rows):
-                self._retries.clear()  # the server has begun again, perhaps with other options
+                self._retries.clear()  # the server has restarted, perhaps with other options
             for row in rows:
                 if row.deleted_at is not None:
                     await self._remove(server, row, served)
@@ -109,7 +108,7 @@ class Registrar:
                 self._running = None
 
     def _begin(self) -> bool:
-        """Let :meth:`stop` end what begins here; false where it was called."""
+        """Let :meth:`stop` cancel the current task; return false if it was called already."""
         task = asyncio.current_task()
         assert task is not None
         with self._lock:
@@ -129,7 +128,7 @@ class Registrar:
         return any(not self._is_held_back(row) for row in rows)
 
     def _rows(self, condition: ColumnElement[bool]) -> list[ModelRow]:
-        """Models, newest first: those are what names without a job's part wait for."""
+        """Return models, newest first, because aliases wait for the newest model."""
         with self._service.store.reading() as session:
             return list(session.scalars(select(ModelRow).where(condition).order_by(ModelRow.number.desc())))
 
@@ -154,7 +153,7 @@ class Registrar:
             self._hold_back(row)
             self._note(row, "pending", self._shown(error))
             raise
-        except Exception as error:  # refused; or whatever the store of artefacts raises: others are registered still
+        except Exception as error:  # refused, or any error of the artefact store: go on with the other models
             self._hold_back(row)
             self._note(row, "failed", self._shown(error))
             with contextlib.suppress(AdapterRefusedError):
@@ -188,7 +187,7 @@ class Registrar:
     # -- the database and the disk ---------------------------------------------------------------------------------
 
     def _note(self, row: ModelRow, serving: str, details: str | None = None) -> bool:
-        """Write a model's state down; false where it was deleted meanwhile. A ready one gets its alias with it."""
+        """Store a model's serving state; return false if it was deleted meanwhile. A ready model gets its alias too."""
         with self._service.store.writing() as session:
             job = lock_job(session, row.job)
             model = session.scalar(
@@ -209,10 +208,10 @@ class Registrar:
         return True
 
     def _folder_of(self, row: ModelRow) -> Path:
-        """The adapter's folder on this machine.
+        """Return the adapter's folder on this machine, fetched if the artefacts are in a remote store.
 
         Raises:
-            OSError: It is not there.
+            OSError: The folder does not exist.
         """
         folder = self._service.artefacts.local_folder(row.adapter)
         if folder is None:
@@ -227,7 +226,7 @@ class Registrar:
         return self._service.settings.root / "serving" / row.job
 
     def _shown(self, error: Exception) -> str:
-        """An error without this machine's paths."""
+        """Return the text of an error without this machine's paths."""
         text = str(error)
         folder = self._service.artefacts.local_folder("models")
         for path in (None if folder is None else folder.parent, self._service.settings.root):
@@ -245,7 +244,7 @@ class Registrar:
         while not self._is_stopping.is_set():
             try:
                 self.turn()
-            except Exception as error:  # the thread stays for the next turn
+            except Exception as error:  # the thread must survive for the next turn
                 self._rest_until = self._clock() + self._interval_s
                 _LOG.error("adapters are not registered for now", exc_info=error)
             except asyncio.CancelledError:
@@ -258,7 +257,7 @@ _HAS_NO_DETAILS = ModelRow.serving_details.is_(None)
 
 @contextlib.contextmanager
 def registering(service: Service) -> Iterator[None]:
-    """A registrar at work until the block is left."""
+    """Run a registrar until the block is left."""
     registrar = Registrar(service)
     registrar.start()
     try:

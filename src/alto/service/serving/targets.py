@@ -1,4 +1,4 @@
-"""Which name of the vLLM server a request for a model means, and what users can do where there is none."""
+"""Names on the vLLM server for the models of requests, and what users can do if there is none."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["NOT_READY", "serve_command", "target_of"]
 
 NOT_READY = "model_not_ready"
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Values of vLLM's ``--max-lora-rank``."""
+"""Values that vLLM's ``--max-lora-rank`` accepts."""
 
 
 def target_of(service: Service, session: Session, tenant: str, name: str) -> str:
-    """The name under which the vLLM server answers for the model ``name`` of a tenant.
+    """Return the name under which the vLLM server serves the model ``name`` of a tenant.
 
     Raises:
-        ApiError: There is no such model, no server, or it does not answer with it now.
+        ApiError: There is no such model or no server, or the server does not serve the model now.
     """
     settings = service.settings
     if name in settings.models:
@@ -51,7 +51,7 @@ def target_of(service: Service, session: Session, tenant: str, name: str) -> str
 
 
 def serve_command(service: Service, session: Session, model: ModelRow) -> str:
-    """The command by which vLLM serves the adapter of a model from a folder named ``adapter``."""
+    """Return the vLLM command that serves the adapter of a model from a folder named ``adapter``."""
     result = session.scalar(select(JobRow.result).where(JobRow.id == model.job))
     rank = (result or {}).get("hyperparameters", {}).get("r")
     allowed = [found for found in _RANKS if isinstance(rank, int) and found >= rank]

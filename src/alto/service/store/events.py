@@ -1,4 +1,4 @@
-"""Events of jobs: a journal of each, which followers read in order."""
+"""Events of jobs: each job has a journal that followers read in order."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ def add_event(
     data: dict[str, Any] | None = None,
     created_at: float | None = None,
 ) -> None:
-    """Add an event of ``job``, whose row this transaction has locked: numbers have no gaps and follow the commits.
+    """Add an event to ``job``. This transaction must have locked the job's row, so that event numbers have no gaps and
+    follow the order of commits.
 
     Args:
         message: A sentence for users.
         level: ``info``, ``warn`` or ``error``.
-        data: What programs read; the event is of type ``metrics`` where it has a ``step``.
-        created_at: Unix seconds; None is now.
+        data: Values for programs; with the key ``step``, the event has the type ``metrics``.
+        created_at: Unix seconds; None means now.
     """
     job.num_events += 1
     session.add(
@@ -45,6 +46,6 @@ def add_event(
 
 
 def events_of(session: Session, job: str, *, since: int, limit: int) -> list[JobEvent]:
-    """Events of a job from number ``since`` on, oldest first."""
+    """Return events of a job from number ``since`` on, oldest first."""
     statement = select(JobEvent).where(JobEvent.job == job, JobEvent.number >= since)
     return list(session.scalars(statement.order_by(JobEvent.number).limit(limit)))

@@ -1,4 +1,4 @@
-"""Pages of rows in the total order of their numbers."""
+"""Pages of rows, ordered by their numbers."""
 
 from __future__ import annotations
 
@@ -21,14 +21,13 @@ def page_of(
     limit: int,
     is_ascending: bool = False,
 ) -> tuple[list[Row], bool]:
-    """The next rows of ``statement``, and whether there are more behind them.
+    """Return the next rows of ``statement``, and whether more rows follow.
 
     Args:
-        statement: Rows without an order.
-        number: Column that numbers them.
-        after: Number of the row before the page; None begins with the first row.
-        limit: Most rows.
-        is_ascending: Oldest first; else newest first.
+        statement: Query without an order.
+        number: Column that numbers the rows.
+        after: Number of the last row of the previous page; None begins with the first row.
+        is_ascending: Whether the oldest row comes first; else the newest.
     """
     if after is not None:
         statement = statement.where(number > after if is_ascending else number < after)

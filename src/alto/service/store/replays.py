@@ -1,9 +1,10 @@
-"""Repeated requests: what was created once is found again, and only what was carried out is remembered.
+"""Repeated requests: a repetition finds the object that the first attempt created; refused requests leave no record.
 
-Clients repeat a request whose answer was lost, and one that was refused for now (429, 503). They say so by the header
-``x-stainless-retry-count``; some send an ``Idempotency-Key``. The record of a request is written with what it creates,
-in one transaction. A request without a key is known by its body alone. So where such a request is refused at its first
-attempt, the record of an equal one before it is forgotten: its repetitions are to create an object of their own.
+Clients repeat a request if its answer was lost, or if it was refused for now (429, 503). They mark repetitions with the
+header ``x-stainless-retry-count``; some send an ``Idempotency-Key``. The record of a request is written in the same
+transaction as the object that it creates. A request without a key is identified by its body alone. So if such a request
+is refused at its first attempt, the record of an earlier equal request is forgotten: repetitions of the refused request
+must create their own object.
 """
 
 from __future__ import annotations
@@ -24,21 +25,21 @@ from alto.service.store.tables import ReplayRow
 __all__ = ["WINDOW_S", "Refusals", "RequestMark", "forget_old_replays"]
 
 WINDOW_S = 24 * 3600
-"""How long an idempotency key is remembered."""
+"""Seconds for which an idempotency key is remembered."""
 RETRY_WINDOW_S = 600
-"""How long after a request its repetition without a key may come."""
+"""Seconds after a request within which a repetition without a key is recognised."""
 _MOST_REFUSALS = 10_000
 
 
 class Refusals:
-    """Requests whose older records could not be forgotten, as the database did not answer. Used by any thread."""
+    """Requests whose older records could not be deleted because the database did not answer. Thread-safe."""
 
     def __init__(self) -> None:
         self._created: OrderedDict[str, str] = OrderedDict()
         self._lock = threading.Lock()
 
     def add(self, digest: str, created: str) -> None:
-        """Hide all records of ``digest`` but the one of ``created``, which may have been committed."""
+        """Hide all records of ``digest`` except the record of ``created``, which may have been committed."""
         with self._lock:
             self._created[digest] = created
             self._created.move_to_end(digest)
@@ -46,28 +47,27 @@ class Refusals:
                 self._created.popitem(last=False)
 
     def settle(self, digest: str, created: str) -> None:
-        """Show the record of ``created``, which follows those that are hidden."""
+        """Show the record of ``created``, which is newer than the hidden ones."""
         with self._lock:
             if digest in self._created:
                 self._created[digest] = created
 
     def hides(self, digest: str, created: str) -> bool:
-        """Whether the record of ``created`` is hidden."""
+        """Return whether the record of ``created`` is hidden."""
         with self._lock:
             return self._created.get(digest, created) != created
 
 
 @dataclass(slots=True, kw_only=True)
 class RequestMark:
-    """What tells a repeated request from a new one.
+    """Properties that distinguish a repeated request from a new one.
 
     Attributes:
-        tenant, path: Whose request it is, and to what.
         body_hash: SHA-256 of the body, as hexadecimal digits.
-        key: Its idempotency key; empty where it has none.
+        key: Its idempotency key; empty if it has none.
         is_retry: Whether the client says that it repeats a request.
-        refusals: Those of the service.
-        created: Id of what this request creates; empty before :meth:`note`.
+        refusals: Refused requests of the service.
+        created: Id of the object that this request creates; empty before :meth:`note`.
     """
 
     tenant: str
@@ -80,18 +80,18 @@ class RequestMark:
 
     @property
     def digest(self) -> str:
-        """Equal for a request and its repetitions."""
+        """A hash that is the same for a request and its repetitions."""
         own = f"key\0{self.key}" if self.key else f"body\0{self.body_hash}"
         return hashlib.sha256(f"{self.tenant}\0{self.path}\0{own}".encode()).hexdigest()
 
     def find(self, session: Session) -> str | None:
-        """Id of what the request has created before; None where it is a new one.
+        """Return the id of the object that the request has created before; None if the request is new.
 
         Raises:
             ReusedKeyError: The key was used for another request.
         """
         if session.get_bind().dialect.name == "postgresql":
-            # An equal request that comes before the end of this transaction waits for it.
+            # An equal request that comes before the end of this transaction waits until then.
             session.execute(select(func.pg_advisory_xact_lock(int(self.digest[:15], 16))))
         if not (self.key or self.is_retry):
             return None
@@ -107,19 +107,20 @@ class RequestMark:
         return found.id
 
     def note(self, session: Session, kind: str, created: str) -> None:
-        """Note what the request creates."""
+        """Record the object that the request creates."""
         self.created = created
         self.refusals.settle(self.digest, created)
         session.merge(ReplayRow(digest=self.digest, body_hash=self.body_hash, kind=kind, id=created, created_at=now()))
 
     def forget_older(self, store: Store, *, has_database: bool) -> None:
-        """Forget what an equal request before has created, as this one was refused; a repetition forgets nothing.
+        """Forget the object of an earlier equal request, because this one was refused. Repetitions and requests with a
+        key forget nothing.
 
         Args:
-            store: The database.
-            has_database: Whether the database answers. If not, this process alone remembers that it is to forget.
+            has_database: Whether the database answers. If not, only this process remembers to hide the record.
 
         Raises:
+            SQLAlchemyError: The database cannot be used.
             SQLAlchemyError: The database cannot be used.
         """
         if self.key or self.is_retry:
@@ -135,5 +136,5 @@ class RequestMark:
 
 
 def forget_old_replays(session: Session) -> None:
-    """Remove the records that are too old to count."""
+    """Delete the records that are too old to count."""
     session.execute(delete(ReplayRow).where(ReplayRow.created_at < now() - WINDOW_S))

@@ -1,4 +1,4 @@
-"""The database of the service: opening, migrating, and transactions."""
+"""The service's database: opening, migrations and transactions."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ MIGRATIONS = Path(__file__).parent / "migrations"
 BUSY_S = 30.0
 """Longest wait for another writer of an SQLite file."""
 STALLED_S = 30.0
-"""PostgreSQL ends a transaction whose server was silent for so long: a leader that stands still, or whose machine is
-gone, would keep the row of the leader locked, and nobody could lead."""
+"""Seconds of silence after which PostgreSQL ends a transaction. Otherwise a leader that hangs, or whose machine is
+gone, would keep the leader's row locked, and no server could lead."""
 
 _WRITES = "alto_writes"
 _COMMON: Mapping[str, Any] = {"hide_parameters": True}
-"""Logs have errors of the database, and must not have what users sent."""
+"""Engine options. Database errors are logged, and must not contain what users sent."""
 
 
 class Store:
-    """Transactions on the service's database. Used by any thread.
+    """Transactions on the service's database. Thread-safe.
 
     Args:
-        url: As of SQLAlchemy: ``sqlite:///FILE`` or ``postgresql+psycopg://…``.
+        url: SQLAlchemy address: ``sqlite:///FILE`` or ``postgresql+psycopg://…``.
     """
 
     def __init__(self, url: str) -> None:
@@ -46,11 +46,11 @@ class Store:
 
     @property
     def is_sqlite(self) -> bool:
-        """Whether the database is a file that one writer changes at a time."""
+        """Whether the database is an SQLite file, which allows one writer at a time."""
         return self.url.get_backend_name() == "sqlite"
 
     def migrate(self) -> None:
-        """Bring the tables to this version's form, from that of any older one.
+        """Upgrade the tables of any older version to this version.
 
         Raises:
             ServiceError: The database cannot be reached, or was written by a newer version.
@@ -76,13 +76,13 @@ class Store:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Session]:
-        """A transaction that only reads."""
+        """Yield a transaction that only reads."""
         with Session(self._engine, expire_on_commit=False) as session:
             yield session
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[Session]:
-        """A transaction that is committed at the end of the block, or not at all."""
+        """Yield a transaction that is committed at the end of the block, or rolled back if the block fails."""
         with Session(self._writing, expire_on_commit=False) as session, session.begin():
             yield session
 
@@ -92,8 +92,8 @@ class Store:
 
 
 def database_time(session: Session) -> float:
-    """Return the present time of the database's clock, in unix seconds; the same clock for all servers."""
-    # The time of the call: `now()` is when the transaction began, which may have waited for a lock since.
+    """Return the current time of the database's clock, in unix seconds; all servers share this clock."""
+    # The time of this call: `now()` is when the transaction began, which may have waited for a lock since.
     clocks = {
         "postgresql": "SELECT CAST(extract(epoch FROM clock_timestamp()) AS double precision)",
         "sqlite": "SELECT (julianday('now') - 2440587.5) * 86400.0",
@@ -134,16 +134,16 @@ def _on_connect_to_server(connection: Any, _: object) -> None:
 
 
 def _on_connect(connection: Any, _: object) -> None:
-    connection.isolation_level = None  # transactions begin as told in `_on_begin`, not with the first statement
+    connection.isolation_level = None  # `_on_begin` begins transactions, not the first statement
     cursor = connection.cursor()
     cursor.execute("PRAGMA journal_mode=WAL")
-    cursor.execute("PRAGMA synchronous=FULL")  # what was accepted survives a loss of power
+    cursor.execute("PRAGMA synchronous=FULL")  # accepted requests survive a power failure
     cursor.execute("PRAGMA foreign_keys=ON")
     cursor.close()
 
 
 def _on_begin(connection: Connection) -> None:
-    # A transaction that read first and writes then would fail where another one wrote in between.
+    # Without IMMEDIATE, a transaction that first reads and then writes fails if another one wrote in between.
     immediate = connection.get_execution_options().get(_WRITES, False)
     connection.exec_driver_sql("BEGIN IMMEDIATE" if immediate else "BEGIN")
 

@@ -1,4 +1,4 @@
-"""Answers that every handler may give: errors, in one form; and a number for each request."""
+"""Error responses in one form, and an id for each request."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class _Error(BaseModel):
 
 
 class ErrorAnswer(BaseModel):
-    """How every error is answered."""
+    """The body of every error response."""
 
     error: _Error
 
@@ -71,16 +71,12 @@ ERROR_ANSWERS: Mapping[int | str, dict[str, Any]] = {
         ("default", "The service failed, or is not ready."),
     )
 }
-"""What the document of the API says of each operation."""
+"""Error responses of every operation, for the OpenAPI document."""
 
 
 class RequestIds:
-    """Names every request in its answer and in the log, which holds no query, body or key; and counts it.
-
-    Args:
-        app: What answers the request.
-        counts: Of all requests.
-    """
+    """Middleware that gives every request an id, in its response and in the log, and counts it. The log holds no query,
+    body or key."""
 
     def __init__(self, app: ASGIApp, *, counts: RequestCounts) -> None:
         self._app = app
@@ -105,12 +101,12 @@ class RequestIds:
         try:
             await self._app(scope, receive, named_send)
         except Exception:
-            status = status or 500  # it is answered outside of this
+            status = status or 500  # an error handler outside of this middleware answers it
             raise
         finally:
             route = _label_of(scope)
             duration_s = time.monotonic() - began
-            # A method may be any word: one that no route has is not counted by its name.
+            # A client may send any word as the method: unknown methods and unknown routes are counted as "any".
             is_known = route != "unknown" and scope["method"] in _METHODS
             self._counts.add(scope["method"] if is_known else "any", route, status, duration_s)
             _LOG.info(
@@ -127,7 +123,7 @@ class RequestIds:
 
 
 def _label_of(scope: Scope) -> str:
-    """The route of a request, with names in place of ids."""
+    """Return the route of a request, with parameter names instead of ids."""
     path = getattr(scope.get("route"), "path", None)
     if path is None:
         return "unknown"
@@ -137,7 +133,7 @@ def _label_of(scope: Scope) -> str:
 
 
 def add_error_answers(app: FastAPI, error_page: Callable[[Request, ApiError], Response]) -> None:
-    """Have every error of ``app`` answered in OpenAI's form, or with ``error_page`` where a browser asks for a page."""
+    """Answer every error of ``app`` in OpenAI's form, or with ``error_page`` if a browser asks for a page."""
     app.state.error_page = error_page
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(TenantError, _on_tenant_error)
@@ -170,7 +166,7 @@ def _on_tenant_error(request: Request, error: Exception) -> Response:
 
 
 def api_error_of(error: TenantError) -> ApiError:
-    """The answer to a request that failed with ``error``."""
+    """Return the HTTP error for a request that failed with ``error``."""
     match error:
         case UnknownJobError():
             return not_found("fine-tuning job", error.job, error.param)
@@ -235,14 +231,14 @@ def _on_storage_error(request: Request, error: Exception) -> Response:
 def _on_error(request: Request, error: Exception) -> Response:
     _LOG.error("a request failed", extra={"request_id": _id_of(request)}, exc_info=error)
     message = f"the service failed at request {_id_of(request)}; its log has the cause"
-    # Its answer is sent from outside of `RequestIds`.
+    # This response is sent outside of `RequestIds`, which would add these headers.
     headers = {key.decode(): value.decode() for key, value in _headers_of(_id_of(request))}
-    headers["connection"] = "close"  # as the server does after an exception
+    headers["connection"] = "close"  # because the server closes it after an exception
     return _answer(request, ApiError(500, message, code="internal_error", headers=headers))
 
 
 def _headers_of(name: str) -> list[tuple[bytes, bytes]]:
-    """Headers of the answer to the request ``name``."""
+    """Return the headers that are added to the response of the request ``name``."""
     return [(b"x-request-id", name.encode()), *_SECURITY]
 
 

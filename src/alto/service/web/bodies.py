@@ -1,4 +1,4 @@
-"""Bodies of requests: read only from those who may send them, and holding only what can be kept and answered."""
+"""Request bodies: read only from callers with access, and limited to values that can be stored and returned."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _LARGEST_INTEGER = 2**63
 
 
 class BodyRoute(APIRoute):
-    """A route whose body is read once its sender is known."""
+    """A route that reads the body only after its caller is known."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """The handler, with what is checked before it."""
+        """Return the handler, preceded by these checks."""
         handle = super().get_route_handler()
 
         async def checked(request: Request) -> Response:
@@ -40,11 +40,11 @@ class BodyRoute(APIRoute):
             try:
                 await run_in_threadpool(caller, request)
             except ApiError as error:
-                if error.status == 429 and not is_form:  # it comes again, and must be known then
+                if error.status == 429 and not is_form:  # the client repeats it, which must be recognised
                     mark_of(request, request.state.tenant, hash_of_json(await request.body()))
                 raise
-            # Both are kept by the request, and the framework finds them there: it would hide the error of a body that
-            # is too long.
+            # The request caches both, and the framework finds them there. Reading them itself, the framework would hide
+            # the error of a body that is too long.
             if is_form:
                 await request.form(max_files=_MOST_FILES, max_fields=_MOST_FIELDS, max_part_size=_MOST_FIELD_BYTES)
             else:
@@ -58,10 +58,10 @@ class BodyRoute(APIRoute):
 
 
 def check_values(value: object) -> None:
-    """Check that values of JSON can be kept and answered: bounded in depth, finite, 64 bits, text that is text.
+    """Check that JSON values can be stored and returned: limited depth, finite numbers, 64-bit integers, valid text.
 
     Raises:
-        ApiError: Some cannot.
+        ApiError: A value cannot.
     """
     level: list[object] = [value]
     for _ in range(_MOST_DEPTH):
@@ -90,7 +90,7 @@ def _parsed(body: bytes) -> Any:
         found = json.loads(body)
     except RecursionError:
         raise _refused(f"values nested at most {_MOST_DEPTH} deep", "deeper ones") from None
-    except ValueError:  # no JSON, no UTF-8, or a number of thousands of digits
+    except ValueError:  # not JSON, not UTF-8, or a number with thousands of digits
         raise _refused("JSON in UTF-8", "something else") from None
     check_values(found)
     return found

@@ -1,4 +1,4 @@
-"""Counts of requests and of their durations, by route and status."""
+"""Counts of requests by route and status, and a histogram of their durations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _BOUNDS_S = (0.01, 0.05, 0.1, 0.5, 1.0, 5.0)
 
 
 class RequestCounts:
-    """What was answered since this process began. Used by any thread."""
+    """Counts of requests since this process started. Thread-safe."""
 
     def __init__(self) -> None:
         self._counts: Counter[tuple[str, str, int]] = Counter()
@@ -28,7 +28,7 @@ class RequestCounts:
                 self._within[bound] += duration_s <= bound
 
     def lines(self) -> list[str]:
-        """The counts in Prometheus' text format."""
+        """Return the counts in Prometheus' text format."""
         with self._lock:
             counts, within, sum_s = dict(self._counts), dict(self._within), self._sum_s
         total = sum(counts.values())

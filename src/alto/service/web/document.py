@@ -1,4 +1,4 @@
-"""The document of the API, ``/openapi.json``: what every operation needs, beside what each says of itself."""
+"""The OpenAPI document, ``/openapi.json``: what every operation needs, besides its own description."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from fastapi import FastAPI
 __all__ = ["WITHOUT_KEY", "describe_keys"]
 
 WITHOUT_KEY: dict[str, Any] = {"security": []}
-"""Further text of the document for an operation that needs no key."""
+"""Extra OpenAPI fields of an operation that needs no key."""
 
 _SCHEME = "key"
 
 
 def describe_keys(app: FastAPI) -> None:
-    """Let the document of ``app`` say that requests have a key in their headers."""
+    """Declare in the OpenAPI document of ``app`` that requests have a key in their headers."""
     openapi = app.openapi
 
     def described() -> dict[str, Any]:

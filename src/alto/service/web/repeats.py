@@ -1,4 +1,4 @@
-"""Which requests repeat others, and what is forgotten where one is refused."""
+"""Detection of repeated requests, and what is forgotten when a request is refused."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["forget_older", "hash_of_json", "mark_of"]
 
 
 def mark_of(request: Request, tenant: str, body_hash: str) -> RequestMark:
-    """Return what tells whether ``request`` repeats another one; :func:`forget_older` finds it."""
+    """Return the mark by which repetitions of ``request`` are recognised; also store it for :func:`forget_older`."""
     count = request.headers.get("x-stainless-retry-count", "")
-    if priority := request.headers.get("alto-priority"):  # asks for another job than the same body without it
+    if priority := request.headers.get("alto-priority"):  # the same body with another priority asks for another job
         body_hash = hashlib.sha256(f"{body_hash} {priority}".encode()).hexdigest()
     mark = RequestMark(
         tenant=tenant,
@@ -33,14 +33,14 @@ def mark_of(request: Request, tenant: str, body_hash: str) -> RequestMark:
 
 
 def hash_of_json(body: bytes) -> str:
-    """Return SHA-256 of what ``body`` says, however it is written; of its bytes where it is no JSON."""
+    """Return the SHA-256 of the JSON value in ``body``, independent of its formatting; of its bytes if not JSON."""
     with contextlib.suppress(ValueError, RecursionError):
         body = json.dumps(json.loads(body), sort_keys=True).encode()
     return hashlib.sha256(body).hexdigest()
 
 
 def forget_older(request: Request, *, has_database: bool) -> None:
-    """Let repetitions of ``request``, which is refused, find no object of an equal request before it."""
+    """Forget the object of an earlier request equal to ``request``, which is refused: repetitions must not find it."""
     mark: RequestMark | None = getattr(request.state, "mark", None)
     if mark is None:
         return
