@@ -39,7 +39,7 @@ def test_one_of_a_package_that_is_no_function_is_refused(tmp_path: Path, monkeyp
 @pytest.mark.parametrize(
     ("line", "wrong", "message"),
     [
-        ("return AccountedCluster(", "return (", r"expected what the package opens, tuple, .* without nodes, has_gpus"),
+        ("return AccountedCluster(", "return (", r"that the package opens, tuple, .* without nodes, has_gpus"),
         (
             "return AccountedCluster(",
             "1 / 0; (",

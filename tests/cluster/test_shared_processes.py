@@ -210,4 +210,4 @@ def test_an_order_to_end_does_not_interrupt_what_is_attached_beside_others(local
     (folder / "go").touch()
     for task in "ab":
         ended = local.until_ended(task)
-        assert (ended.outcome, ended.reason) == (Outcome.INTERRUPTED, "stopped as asked, with everything on disk")
+        assert (ended.outcome, ended.reason) == (Outcome.INTERRUPTED, "stopped on request, with everything on disk")

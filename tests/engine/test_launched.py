@@ -98,7 +98,7 @@ def refuses(max_tokens: int) -> Attempt:
 
 
 lost = ends(Outcome.LOST)
-stopped = ends(Outcome.INTERRUPTED, "stopped as asked before it began", "KeyboardInterrupt")
+stopped = ends(Outcome.INTERRUPTED, "stopped on request before it began", "KeyboardInterrupt")
 failed = ends(Outcome.FAILED, "target_modules: no q_porj", "TargetModuleError")
 
 

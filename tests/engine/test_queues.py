@@ -412,7 +412,7 @@ def test_tasks_are_measured_side_by_side_on_gpus_and_each_on_one_node(has_gpus: 
 def test_a_task_that_cannot_be_measured_ends_it_and_is_tried_once(tmp_path: Path) -> None:
     tasks = [make_task(tmp_path, name="good"), make_task(tmp_path, name="bad")]
     cluster = Measuring(fails="1")
-    with pytest.raises(ProfileError, match="task 'bad': expected to measure what it takes, found was killed"):
+    with pytest.raises(ProfileError, match="task 'bad': expected to measure its time and memory, found was killed"):
         measurement(cluster, []).estimates(tasks)
     assert [launch.task for launch in cluster.launches] == ["0", "1"]
 
@@ -556,7 +556,7 @@ def test_a_queue_whose_tasks_cannot_be_measured_leaves_no_folder(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: object) -> list[TaskEstimate]:
-        raise ProfileError("task 'a': expected to measure what it takes, found less memory")
+        raise ProfileError("task 'a': expected to measure its time and memory, found less memory")
 
     monkeypatch.setattr(Measurement, "estimates", fails)
     with pytest.raises(ProfileError, match="found less memory"):

@@ -176,7 +176,7 @@ def test_a_base_that_gives_no_number_is_refused(base: Base) -> None:
     backbone = Backbone(make_model("llama"), None, "broken")
     with torch.no_grad():
         backbone.model.get_output_embeddings().weight.fill_(float("nan"))
-    with pytest.raises(ModelError, match="found others in 28 of 28 pairs"):
+    with pytest.raises(ModelError, match="found infinite or NaN ones in 28 of 28 pairs"):
         find_references(TaskContext.of(TASK, backbone, PAIRS), MicroBatches(100, lambda event: None))
 
 

@@ -62,7 +62,7 @@ def waits(run_dir: str, is_interrupted: IsInterrupted) -> None:
     while not is_interrupted():
         time.sleep(0.01)
     tell(run_dir, "checkpoint", jobs={})
-    raise TaskInterruptedError("stopped as asked, with everything on disk")
+    raise TaskInterruptedError("stopped on request, with everything on disk")
 
 
 def loads(run_dir: str, is_interrupted: IsInterrupted) -> None:
@@ -141,7 +141,7 @@ def ranks_take_turns(run_dir: str, is_interrupted: IsInterrupted) -> None:
         if turn == 0 and rank == 0:
             tell(run_dir, "began", pids=[said(other)[1] for other in range(size)])
         if said("stop") and said("stop")[0] <= turn:
-            raise TaskInterruptedError("stopped as asked, with everything on disk")
+            raise TaskInterruptedError("stopped on request, with everything on disk")
 
 
 def last_rank_fails(run_dir: str, is_interrupted: IsInterrupted) -> None:
@@ -194,7 +194,7 @@ def counts(run_dir: str, is_interrupted: IsInterrupted) -> None:
             while not (Path(run_dir) / "go").exists():
                 time.sleep(0.01)
             tell(run_dir, "checkpoint", jobs={})
-            raise TaskInterruptedError("stopped as asked")
+            raise TaskInterruptedError("stopped on request")
 
 
 def fills_the_disk(run_dir: str, is_interrupted: IsInterrupted) -> str:
@@ -235,7 +235,7 @@ class Together:
         for number, run in list(self.runs.items()):
             end = Path(run.run_dir) / "end"
             if run.is_interrupted():
-                ended[number] = TaskInterruptedError("stopped as asked, with everything on disk")
+                ended[number] = TaskInterruptedError("stopped on request, with everything on disk")
             elif end.exists():
                 error = end.read_text(encoding="utf-8")
                 ended[number] = getattr(errors, error, RuntimeError)("as the test wants it") if error else "well done"

@@ -39,8 +39,9 @@ class CheckedCluster:
         missing = [member for member in _MEMBERS if inspect.getattr_static(cluster, member, _NOTHING) is _NOTHING]
         if missing:
             raise UnsupportedError(
-                f"cluster: expected what the package opens, {self._name}, to have the methods and properties of "
-                f"alto.cluster.Cluster, found it without {', '.join(missing)}; correct that package as {PAGE} says"
+                f"cluster: expected the object that the package opens, {self._name}, to have the methods and "
+                f"properties of alto.cluster.Cluster, found it without {', '.join(missing)}; correct that package as "
+                f"{PAGE} says"
             )
         self._check_nodes(self.nodes)
 
@@ -98,7 +99,7 @@ class CheckedCluster:
             raise self._broken("poll", "an outcome of alto.cluster.Outcome", repr(event.outcome))
         attempt = self._attempts.get(event.task)
         if event.attempt != attempt:
-            runs = "none" if attempt is None else f"attempt {attempt}"
+            runs = "no attempt" if attempt is None else f"attempt {attempt}"
             found = f"{type(event).__name__} of attempt {event.attempt} at task {event.task!r}, of which {runs} runs"
             raise self._broken("poll", "events of executors that were started and have not ended", found)
         if isinstance(event, ExecutorEnded):

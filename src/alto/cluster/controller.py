@@ -339,8 +339,8 @@ class Controller:
 def interruption(status: ControllerStatus) -> TaskInterruptedError:
     """Return the error for callers that wait for tasks of a controller that was drained before the tasks ended."""
     return TaskInterruptedError(
-        f"stopped as asked, with {len(status.open_tasks)} of {len(status.tasks)} tasks still to finish and everything "
-        "on disk"
+        f"stopped on request, with {len(status.open_tasks)} of {len(status.tasks)} tasks still to finish and "
+        "everything on disk"
     )
 
 

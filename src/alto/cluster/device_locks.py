@@ -68,6 +68,6 @@ class DeviceLocks:
 
 def _holder(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8").strip() or "of an unknown number"
+        return path.read_text(encoding="utf-8").strip() or "(unknown id)"
     except OSError:
-        return "of an unknown number"
+        return "(unknown id)"

@@ -386,7 +386,7 @@ class Dispatcher:
     def _check_known(self, task: str) -> None:
         found = self._queue.tasks.get(task)
         if found is None or found.has_ended:
-            what = "which is none of its tasks" if found is None else f"which is {found.state.value}"
+            what = "which is not in the queue" if found is None else f"which is {found.state.value}"
             raise QueueCommandError(f"expected a task of this queue that waits or runs, found {task!r}, {what}")
 
     def _check_open(self) -> None:

@@ -144,7 +144,7 @@ def ending_of(work: Callable[[], str | None]) -> Ending:
     except (TaskInterruptedError, KeyboardInterrupt) as error:
         return Ending(
             outcome=Outcome.INTERRUPTED,
-            reason=str(error) or "stopped as asked before it began",
+            reason=str(error) or "stopped on request before it began",
             error=type(error).__name__,
         )
     except BaseException as error:

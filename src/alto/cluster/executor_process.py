@@ -169,7 +169,7 @@ class ExecutorProcess:
     def _why_it_is_gone(self, attempt: AttemptDir) -> str:
         code = self._group.exit_code
         if code is None:
-            return self._group.why_not_started or "its process is gone, with the one that had started it"
+            return self._group.why_not_started or "its process ended, together with the process that had started it"
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         where = "" if self._was_shared else f"; see {attempt.stderr}"
         return f"its process {how} and reported no reason{where}"

@@ -19,7 +19,7 @@ def check_launch(launch: Launch, nodes: Iterable[Node], running: Iterable[Launch
     taken: set[Gpu] = set()
     for other in running:
         if other.task == launch.task:
-            raise ValueError(f"task {launch.task!r}: expected one that does not run, found that it does")
+            raise ValueError(f"task {launch.task!r}: expected a task that does not run, found that it runs")
         if launch.executor and other.executor == launch.executor:
             if other.gpus != launch.gpus or other.base != launch.base or launch.num_ranks > 1:
                 raise ValueError(

@@ -224,11 +224,11 @@ class LiveQueue:
 
     def _submit(self, asked: _Submit, *, trusts: bool) -> str:
         if self._has_completed:
-            raise QueueCommandError("expected a queue that takes tasks, found one that has completed; start another")
+            raise QueueCommandError("expected a queue that takes tasks, found one that has completed; start a new one")
         if not self._takes_tasks:
             raise QueueCommandError(
                 "expected a queue that takes tasks, found one that accepts no more and ends with its last task "
-                "(alto drain --when-done); start another"
+                "(alto drain --when-done); start a new one"
             )
         self._intake.check(asked.task)
         entries, _ = self._queue_dir.read()

@@ -61,7 +61,7 @@ class LocalCluster:
     ) -> None:
         if not Path("/proc/self/stat").exists():
             raise UnsupportedError(
-                "cluster: 'local' keeps account of its processes as Linux lists them, found a machine without /proc; "
+                "cluster: expected Linux for 'local', which finds its processes in /proc, found a machine without it; "
                 "run one task at a time with: alto tune"
             )
         timeouts = Timeouts(heartbeat_s=heartbeat_timeout_s, start_s=start_timeout_s, drain_s=drain_timeout_s)

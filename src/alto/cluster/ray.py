@@ -271,7 +271,7 @@ class RayCluster:
             self._is_lost = True
             raise ClusterLostError(
                 f"expected the Ray cluster to answer, found the connection lost ({_first_line(error)}); executors "
-                "that still run save and end by themselves. Check that the cluster is up (ray status), then continue "
+                "that still run save their work and end. Check that the cluster is up (ray status), then continue "
                 "with: alto resume runs/queue-<id>"
             ) from error
 
@@ -284,7 +284,7 @@ class RayCluster:
         except OSError as error:
             if time.monotonic() > self._head_seen_at + HEAD_TIMEOUT_S:
                 raise ConnectionError(
-                    f"no head at {self._head[0]}:{self._head[1]} for {HEAD_TIMEOUT_S:.0f} s"
+                    f"the head at {self._head[0]}:{self._head[1]} did not answer for {HEAD_TIMEOUT_S:.0f} s"
                 ) from error
             return False
         self._head_seen_at = time.monotonic()
@@ -337,7 +337,7 @@ class RayCluster:
             yield from self._end(actor, Outcome.LOST, reason)
         elif not actor.is_placed and actor.silence_s > self._placement_timeout_s:
             reason = (
-                f"Ray did not start it within {self._placement_timeout_s:.0f} s; others may hold its "
+                f"Ray did not start it within {self._placement_timeout_s:.0f} s; other programs may hold its "
                 f"{self._resource}s, see: ray status"
             )
             yield from self._end(actor, Outcome.LOST, reason)
@@ -423,8 +423,8 @@ def _head() -> tuple[str, int] | None:
 def _why_it_cannot_start(launch: Launch, error: ActorDiedError) -> str:
     cause = str(error).strip().splitlines()[-1].strip()
     return (
-        f"expected ALTO on every node, the same version, found that {launch.gpus[0].node} cannot start it ({cause}); "
-        'pip install "alto-lora[ray]" there, into the environment of its Ray'
+        f"expected the same version of ALTO on every node, found that {launch.gpus[0].node} cannot start it ({cause}); "
+        'pip install "alto-lora[ray]" there, into the Python environment of Ray'
     )
 
 

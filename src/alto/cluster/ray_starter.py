@@ -37,7 +37,7 @@ class Starter:
                 _ended(
                     launch,
                     Outcome.LOST,
-                    f"expected {len(launch.gpus)} GPUs on one machine for the ranks of the task, found none that large "
+                    f"expected {len(launch.gpus)} GPUs on one machine for the ranks of the task, found no such machine "
                     "any more; add a node, or lower num_gpus",
                 )
             )

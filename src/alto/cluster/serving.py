@@ -297,5 +297,5 @@ def run_is_busy(attempt: AttemptDir) -> RunBusyError:
     """Return the error for an attempt whose run another process does not release."""
     return RunBusyError(
         f"expected a run that no other process works on, found that one still works on {attempt.run_dir} after "
-        f"{LOCK_TIMEOUT_S:.0f} s; end it, then resume the run"
+        f"{LOCK_TIMEOUT_S:.0f} s; end that process, then resume the run"
     )

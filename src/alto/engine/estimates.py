@@ -67,7 +67,7 @@ def known_estimate(task: Task, cluster: Cluster, num_ranks: int) -> TaskEstimate
     except ValidationError:
         estimate = None
     if estimate is None or not is_number(estimate.duration_s, least=MIN_DURATION_S, most=MAX_DURATION_S):
-        cache.discard("estimates", key, f"an estimate of {found!r:.40}")
+        cache.discard("estimates", key, f"invalid estimate: {found!r:.40}")
         return None
     return estimate if task.share_executor else replace(estimate, sharing=None)
 

@@ -43,7 +43,10 @@ def check_refitted(refit: Refit, found: Mapping[str, Any], base: BaseModelSpec) 
     Raises:
         RunChangedError: The winner was trained on another base model.
     """
-    remedy = f"put it back as it was, or tune again on the model as it is now: the winner of {refit.run} is another's"
+    remedy = (
+        f"put it back as it was, or tune again on the present model: the winner of {refit.run} was trained on a "
+        "different one"
+    )
     _check(Path(refit.run), found, base, remedy)
 
 

@@ -90,7 +90,8 @@ class LaunchedRunner:
         if self._is_interrupted():
             raise KeyboardInterrupt
         raise _error(ended) or ProfileError(
-            f"task {task.name!r}: expected to measure what it takes on {task.num_gpus} ranks, found {ended.reason}"
+            f"task {task.name!r}: expected to measure its time and memory on {task.num_gpus} ranks, "
+            f"found {ended.reason}"
         )
 
     def _train(self, run_dir: RunDir, task: Task) -> TaskOutcome:

@@ -115,7 +115,7 @@ class Measurement:
         for index, status in controller.status().tasks.items():
             if status.has_ended and (status.ended is None or status.ended.outcome is not Outcome.FINISHED):
                 why = status.reason if status.ended is None else status.ended.reason
-                raise ProfileError(f"task {tasks[index].name!r}: expected to measure what it takes, found {why}")
+                raise ProfileError(f"task {tasks[index].name!r}: expected to measure its time and memory, found {why}")
         if self.is_interrupted():
             raise KeyboardInterrupt
 

@@ -17,7 +17,7 @@ from alto.spec.quoting import quoted
 
 __all__ = ["IN_A_QUEUE", "borrowing", "check_has_id", "given_objects"]
 
-IN_A_QUEUE = "a queue, whose tasks run in processes of their own"
+IN_A_QUEUE = "a queue, whose tasks run in separate processes"
 
 
 @contextlib.contextmanager
@@ -65,8 +65,8 @@ def check_has_id(tasks: Iterable[Task], where: str) -> None:
         if task.objects is not None:
             raise UnsupportedError(
                 f"model: expected the id of a model, or a folder, for {where}, found {task.objects.name} for "
-                f"{task.name!r}, which this process alone has; train with engine.tune on one GPU, or write model and "
-                "tokenizer to a folder with save_pretrained, and name the folder"
+                f"{task.name!r}, which exists only in this process; train with engine.tune on one GPU, or write model "
+                "and tokenizer to a folder with save_pretrained, and name the folder"
             )
 
 
@@ -81,7 +81,7 @@ def given_objects(model: object, tokenizer: object) -> BaseObjects | None:
     _, objects = with_base_objects({"model": model, "tokenizer": tokenizer})
     if objects is None:
         raise SpecError(
-            f"model should be the loaded model that the run began on, found {quoted(model)}. Give the object with its "
-            "tokenizer, or neither: then the run loads the model that it names."
+            f"model should be the loaded model that the run began with, found {quoted(model)}. Give the object and its "
+            "tokenizer, or neither of them, so that the run loads its model by name."
         )
     return objects

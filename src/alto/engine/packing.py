@@ -73,8 +73,8 @@ def packed_as(task: Task, run: str | Path, device_name: str, num_ranks: int) -> 
         return task.replace(**limits)
     except (KeyError, SpecError) as error:
         raise RunError(
-            f"packing_from: expected the packing of {run_dir.root} as ALTO writes it into a journal, found another "
-            f"({error!s:.200}); name another run of the task"
+            f"packing_from: expected the packing of {run_dir.root} as ALTO writes it into a journal, found invalid "
+            f"content ({error!s:.200}); name a different run of the task"
         ) from error
 
 
@@ -98,8 +98,8 @@ def _check_same_jobs(run_dir: RunDir, task: Task, earlier: Task) -> None:
     other = next((job for job in [*wanted, *found] if wanted.get(job) != found.get(job)), None)
     if other is not None:
         raise RunError(
-            f"packing_from: expected a run with the jobs of this task, found {run_dir.root} with another {other}, and "
-            "jobs that share a micro-batch with others are rounded differently; name a run of the same task"
+            f"packing_from: expected a run with the jobs of this task, found {run_dir.root} with a different {other}, "
+            "which changes the rounding of jobs in the same micro-batch; name a run of the same task"
         )
 
 

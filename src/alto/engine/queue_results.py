@@ -47,7 +47,7 @@ def queue_results(queue_dir: QueueDir) -> list[TaskResult]:
         reasons = "; ".join(f"{task.task}: {task.failure}" for task in failed)
         raise TasksFailedError(
             f"expected all {len(entries)} tasks of {queue_dir.root} to end with an adapter, found {len(failed)} "
-            f"that were given up ({reasons}); the others have theirs. Fix the cause, then try them again with: "
+            f"that were given up ({reasons}); the others have adapters. Fix the cause, then try again with: "
             f"{resume_command(queue_dir.root)}",
             results=results,
         )

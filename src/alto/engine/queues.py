@@ -242,7 +242,7 @@ class QueueRunner:
         if schedule is not None and set(placements) != set(names):
             raise SpecError(
                 f"schedule: expected a placement for each of the {len(names)} tasks, found {len(placements)} "
-                "for other ones; make it with engine.schedule(tasks)"
+                "for different tasks; make it with engine.schedule(tasks)"
             )
         self._setup.check(tasks, cluster)
         entries = [
@@ -427,7 +427,7 @@ def _trusted_cluster(named: str, began_on: str, queue_dir: QueueDir) -> str:
         raise UntrustedCodeError(
             f"cluster: expected the address of the cluster from you, found {began_on!r} only in the files of "
             f"{queue_dir.root}, which may come from another person; a cluster can run code on every client: if you "
-            f"trust this one, add --cluster {began_on} (in Python: Engine(cluster=...))"
+            f"trust this cluster, add --cluster {began_on} (in Python: Engine(cluster=...))"
         )
     return began_on
 

@@ -46,8 +46,8 @@ def refit_task(run_dir: RunDir, *, trust_remote_code: bool, objects: BaseObjects
     if objects is None and not task.base_model.is_loadable:
         raise ModelNotFoundError(
             f"refit: expected the base model of {run_dir.root} as an object, found none: {task.model} was given to "
-            "alto.Task in that process, and no name loads the same; give it again: engine.refit(RUN, model=…, "
-            "tokenizer=…)"
+            "alto.Task in the process of that run, and no name loads the same model; give it again: "
+            "engine.refit(RUN, model=…, tokenizer=…)"
         )
     of_jobs = {*JOB_FIELDS, *find_method(task.method).fields}
     kept = {key: value for key, value in task.to_dict().items() if key not in (*of_jobs, *_OF_A_SEARCH)}
@@ -80,10 +80,10 @@ def _configuration(winner: JobHistory, task: Task) -> dict[str, Any]:
 def _check(winner: JobHistory, *, refit_of: str) -> None:
     """Raise UnsupportedError if the winner cannot be trained again from its configuration alone."""
     if refit_of:
-        found = f"a run that is one already, of {refit_of}, and has trained all rows; refit that run"
+        found = f"a run that is itself a refit of {refit_of} and has trained all rows; refit the original run"
     elif winner.forked_at:
         found = (
-            f"{winner.job}, which continued at step {winner.forked_at} where {winner.origin} was, with other settings "
+            f"{winner.job}, which continued {winner.origin} from step {winner.forked_at} with different settings "
             "(search: pbt); train the settings of your choice from the start, with: alto tune"
         )
     elif winner.starts_warm:

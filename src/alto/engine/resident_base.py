@@ -74,7 +74,7 @@ class ResidentBase:
         if self._num_users:
             raise RunBusyError(
                 f"expected {spec.id!r} to be the base model of the tasks that this process trains, found that it is "
-                "another one, or has changed on disk; the task is started again in a process of its own"
+                "a different one, or has changed on disk; the task is started again in a separate process"
             )
         self._loaded = None
         release_memory()

@@ -76,8 +76,8 @@ from alto.trackers import Tracker, chosen_trackers, tracking
 __all__ = ["OpenRun", "TaskRunner", "portable"]
 
 _UNKNOWN_BASE = (
-    "The journal of the run does not record its base model, as version 0.1 did not; {model} as it is now "
-    "is assumed to be the same."
+    "The journal of the run does not record its base model, because version 0.1 wrote it; {model} is assumed to be "
+    "unchanged since."
 )
 
 

@@ -65,7 +65,7 @@ def with_targets(task: Task) -> Task:
     found = default_targets(model_type, has_parameters=has_parameters)
     groups = tuple(tuple(_named(axis, found) for axis in group) for group in space.groups)
     changes: dict[str, Any] = {_TARGETS: found} if is_fixed else {"search_space": replace(space, groups=groups)}
-    named = found if isinstance(found, str) else ", ".join(found) or "none beside target_parameters"
+    named = found if isinstance(found, str) else ", ".join(found) or "no modules besides target_parameters"
     note = f"target_modules: {PEFT_DEFAULT} is {named}, PEFT's choice for models of the type {model_type}."
     return task.replace(**changes).with_note(note)
 
@@ -123,8 +123,8 @@ def read_start(task: Task, backbone: Backbone) -> StartAdapter | None:
             "or start a new run with: alto tune"
         )
     is_reference = find_objective(task.method).needs_reference
-    as_reference = f", which is the reference of {task.method} too" if is_reference else ""
-    begun = f"Every job begins with the adapter in {folder}{as_reference}; the evaluation at step 0 is its own."
+    as_reference = f", which is also the reference of {task.method}" if is_reference else ""
+    begun = f"Every job begins with the adapter in {folder}{as_reference}; step 0 evaluates this adapter."
     notes = (begun, *_base_notes(task, folder))
     return StartAdapter.read(folder, backbone, model=task.model, notes=notes)
 
@@ -138,8 +138,8 @@ def _base_notes(task: Task, folder: Path) -> tuple[str, ...]:
     named = adapter_base_model(folder)
     if not named:
         return (
-            f"init_adapter: {folder} names no base model; it fits {task.model}, and whether it was trained on it is "
-            "not known.",
+            f"init_adapter: {folder} names no base model; it fits {task.model}, but may have been trained on a "
+            "different model.",
         )
     try:
         found = resolve_model(named)
@@ -151,12 +151,12 @@ def _base_notes(task: Task, folder: Path) -> tuple[str, ...]:
             if differences:
                 raise ModelError(
                     f"init_adapter: expected an adapter of the base model {task.model}, found one that was trained on "
-                    f"{named}, which has {', '.join(differences)}; name that model in 'model', or another adapter"
+                    f"{named}, which has {', '.join(differences)}; name that model in 'model', or use another adapter"
                 )
             return ()
     except ModelNotFoundError:
         pass  # the model was moved, or is on another machine
     return (
-        f"init_adapter: {folder} names the base model {named}, and the task's is {task.model}; whether they are the "
-        "same cannot be seen here.",
+        f"init_adapter: {folder} names the base model {named}, and the task names {task.model}; whether they are "
+        "the same cannot be checked.",
     )

@@ -94,7 +94,7 @@ class CallbackObserver:
         others = [name for name in own if name.startswith("on_") and name not in SUPPORTED]
         if others:
             raise UnsupportedError(
-                f"observers: expected a TrainerCallback with {', '.join(SUPPORTED)} alone, as jobs train together and "
+                f"observers: expected a TrainerCallback with only {', '.join(SUPPORTED)}, because jobs train together, "
                 f"not step by step in Python, found {', '.join(others)} of {kind.__name__}; write a function of "
                 "journal entries (docs/python.md), an early-exit rule (docs/early-exit.md), or use report_to"
             )
@@ -200,7 +200,7 @@ class CallbackObserver:
         orders = [name for name in _ORDERS if getattr(control, name, False)]
         if orders:
             raise UnsupportedError(
-                f"{type(self._callback).__name__}.{method}: expected a callback that only reads, as it runs beside the "
-                f"training, found that it sets control.{orders[0]} of {job.state.trial_name}; end jobs by early_exit, "
-                "or with: alto job stop"
+                f"{type(self._callback).__name__}.{method}: expected a callback that only reads, because it runs "
+                f"beside the training, found that it sets control.{orders[0]} of {job.state.trial_name}; end jobs by "
+                "early_exit, or with: alto job stop"
             )

@@ -95,8 +95,8 @@ class Training:
             expected, found = getattr(self._executor.bank, key), getattr(context.task, key)
             if expected != found:
                 raise RunBusyError(
-                    f"{key}: expected {expected or 'none'}, as of the other tasks of this process, found "
-                    f"{found or 'none'}; the task is started again in a process of its own"
+                    f"{key}: expected {expected or 'none'}, as in the other tasks of this process, found "
+                    f"{found or 'none'}; the task is started again in a separate process"
                 )
         return self._executor.bank
 

@@ -145,8 +145,8 @@ def _refit_notes(context: TaskContext) -> tuple[str, ...]:
     [job] = context.jobs
     return (
         f"Refit of {refit.run}: the configuration of its best job, {refit.job}, is trained on all "
-        f"{len(context.data.train):,} rows, those to validate on included, for the {refit.steps:,} steps of its best "
-        f"checkpoint (of a schedule of {job.schedule_steps:,}). There is no validation.",
+        f"{len(context.data.train):,} rows, including the validation rows, for the {refit.steps:,} steps of its best "
+        f"checkpoint (its learning-rate schedule has {job.schedule_steps:,} steps). There is no validation.",
     )
 
 
@@ -160,8 +160,8 @@ def _padding_notes(backbone: Backbone) -> tuple[str, ...]:
         return ()
     why = backbone.why_padded.split("; ")[0]
     return (
-        f"Rows are padded to the longest of a forward pass, and padding costs time and memory: {why}. Losses and "
-        "adapters are computed for the rows' own tokens alone.",
+        f"Rows are padded to the longest row of a forward pass, which costs time and memory: {why}. Losses and "
+        "adapters are computed only from the rows' own tokens.",
     )
 
 
@@ -171,11 +171,11 @@ def compile_notes(state: TaskState) -> tuple[str, ...]:
     if not state.context.backbone.is_compiled:
         return ()
     inside, total = state.trainer.graph_groups
-    note = f"torch_compile: adapters are inside of the compiled layers for {inside} of {total} inputs of linear modules"
+    note = f"torch_compile: adapters are inside the compiled layers for {inside} of {total} inputs of linear modules"
     if inside == total:
         return (f"{note}.",)
     why = "rows are padded" if state.context.backbone.is_padded else "jobs train biases (bias) or magnitudes (use_dora)"
-    return (f"{note}; the others are computed outside of them, in more launches, as {why}.",)
+    return (f"{note}; for the others they run outside the compiled layers, with more kernel launches, as {why}.",)
 
 
 def _fusion_notes(backbone: Backbone) -> tuple[str, ...]:
@@ -185,8 +185,8 @@ def _fusion_notes(backbone: Backbone) -> tuple[str, ...]:
         return ()
     kept = "; ".join(f"{name}: {why}" for name, why in fusion.kept.items())
     if fusion.counts:
-        return (f"Some modules of the base model compute as their classes do, without fused kernels ({kept}).",)
-    return (f"No module of the base model is a fused kernel ({kept}).",)
+        return (f"Some modules of the base model run without fused kernels ({kept}).",)
+    return (f"No module of the base model runs with fused kernels ({kept}).",)
 
 
 def _object_notes(base: BaseModelSpec) -> tuple[str, ...]:
@@ -194,8 +194,8 @@ def _object_notes(base: BaseModelSpec) -> tuple[str, ...]:
         return ()
     return (
         f"The base model was given as an object, {base.id}, and no name was found that loads the same model and "
-        "tokenizer: the adapter's files name it in these words. To use the adapter elsewhere, keep the model "
-        "(save_pretrained).",
+        "tokenizer, so the adapter's files have this description instead of a name. To use the adapter elsewhere, save "
+        "the model (save_pretrained).",
     )
 
 

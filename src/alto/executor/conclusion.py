@@ -149,20 +149,20 @@ def _why_there_is_none(state: TaskState) -> str:
     unpaid = [decision for decision in decisions if decision and decision.reason is ExitReason.BUDGET]
     if unpaid:
         return (
-            f"search.budget was spent before the first evaluation of {len(unpaid)} of {len(decisions)}; raise it, or "
-            "lower eval_steps"
+            f"search.budget was spent before the first evaluation of {len(unpaid)} of {len(decisions)} jobs; raise "
+            "it, or lower eval_steps"
         )
     by_user = [decision for decision in decisions if decision and decision.reason is ExitReason.STOPPED]
     if not failed and by_user:
         return (
-            f"{len(by_user)} of {len(decisions)} were stopped before their first evaluation; start a new run with: "
-            "alto tune"
+            f"{len(by_user)} of {len(decisions)} jobs were stopped before their first evaluation; start a new run "
+            "with: alto tune"
         )
     if not failed:
-        return f"all {len(decisions)} diverged before; lower the learning rates"
+        return f"all {len(decisions)} jobs diverged before that; lower the learning rates"
     row, fits = failed[0].evidence["row_tokens"], state.slot_manager.largest_micro_batch
     remedy = f"lower max_length to {fits} or fewer" if 0 < fits < row else "lower max_length"
     return (
-        f"{len(failed)} of {len(decisions)} have a row that does not fit into memory by itself, of {row:,} tokens "
-        f"(the largest micro-batch that fitted has {fits:,}); {remedy}, or set gradient_checkpointing: true"
+        f"{len(failed)} of {len(decisions)} jobs have a row that does not fit into memory even alone: it has {row:,} "
+        f"tokens (the largest micro-batch that fitted has {fits:,}); {remedy}, or set gradient_checkpointing: true"
     )

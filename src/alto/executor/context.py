@@ -135,8 +135,8 @@ class TaskContext:
         if final is None or final[1] >= num_rows:
             return ()
         return (
-            f"The validation loss of the winner will be of {final[1]:,} of the {num_rows:,} rows, as many as "
-            "early_exit.evaluation_share pays for; raise it to measure more.",
+            f"The validation loss of the winner will be measured on {final[1]:,} of the {num_rows:,} rows, as many as "
+            "early_exit.evaluation_share allows; raise it to measure more.",
         )
 
     @cached_property

@@ -151,7 +151,7 @@ class Control:
         state, context = self._state, origin.context
         if context.task.refit is not None:
             raise JobCommandError(
-                "expected a run that compares jobs, found a refit, which has no validation to compare a clone by; "
+                "expected a run that compares jobs, found a refit, which has no validation to compare clones; "
                 f"clone a job of {context.task.refit.run}, and refit that run again"
             )
         job = clone_job(origin.planned.job, command.changes, state.jobs.values(), warm=command.warm, task=context.task)
@@ -169,14 +169,14 @@ class Control:
     def _check_warm_start(self, origin: JobState, clone: JobState) -> None:
         if self._state.selection.best(origin.id) is None:
             raise JobCommandError(
-                f"expected a job with a finite validation loss to start from, found none of {origin.id} yet; "
+                f"expected a job with a finite validation loss to start from, found that {origin.id} has none yet; "
                 "wait for its first evaluation, or let the clone start with new weights"
             )
         if clone.shape != origin.shape:
             raise JobCommandError(
                 f"expected the ranks, targets, magnitudes and biases of {origin.id} in a clone that starts from its "
-                "weights, found others; leave r, target_modules, use_dora and bias as they are, or let the clone start "
-                "with new weights"
+                "weights, found different ones; do not change r, target_modules, use_dora and bias, or let the clone "
+                "start with new weights"
             )
 
 

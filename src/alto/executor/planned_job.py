@@ -226,7 +226,7 @@ def resolve_early_exit(task: Task, data: TaskData, *, begins: bool, forward_shar
     if task.early_exit.evaluations is not None and not _has_comparable_rows(task):
         raise SpecError(
             f"early_exit.evaluations: expected metric loss and one of the methods {', '.join(_WITH_ROW_LOSSES)}, whose "
-            f"losses on some rows can be compared, found {task.metric} and {task.method}. Remove it."
+            f"losses on a part of the rows can be compared, found {task.metric} and {task.method}. Remove the key."
         )
     has_preset = not task.early_exit.has_own_rungs
     return budget_evaluations(resolved, data, has_preset=has_preset, forward_share=forward_share)

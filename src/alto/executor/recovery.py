@@ -163,9 +163,9 @@ def recover(run: RunDir) -> ResumeState:
         check_can_continue(run)
     if has_result and not (ends and _is_restored(store, entries[ends[-1] - 1])):
         raise RunError(
-            f"expected the states of all jobs of the finished run {run.root} as it saved them, found some missing or "
-            f"changed, so it cannot train further jobs; put {run.root}/jobs back as it was, or remove {run.control} "
-            "and start a new run with: alto tune"
+            f"expected the states of all jobs of the finished run {run.root} as it saved them, found missing or "
+            f"changed states, so it cannot train further jobs; put {run.root}/jobs back as it was, or remove "
+            f"{run.control} and start a new run with: alto tune"
         )
     end = next((end for end in reversed(ends) if _is_restored(store, entries[end - 1])), 0)
     if not end:
@@ -174,11 +174,11 @@ def recover(run: RunDir) -> ResumeState:
     notes = _notes(sum(other > end for other in ends), from_beginning=not end)
     if has_result:
         end = len(entries)  # the result follows its last checkpoint, and changes no state
-        notes += ("The run was finished and a command continued it; its result is that of all its jobs together.",)
+        notes += ("The run was finished and then continued by a command; its result covers all its jobs.",)
     if is_cut:
         notes += ("The journal has a damaged line; the events after it are lost.",)
     if is_damaged:
-        notes += (f"{_REFUSAL_FILE} is damaged and is not used; the largest micro-batch that fits is found again.",)
+        notes += (f"{_REFUSAL_FILE} is damaged and is not used; the largest micro-batch that fits is found anew.",)
     lines = [encode(entry) for entry in entries[:end]]
     return ResumeState(lines=lines, notes=notes, refusal=refusal, extends_run=has_result)
 
@@ -303,12 +303,12 @@ def check_data(started: TaskStarted, data: TaskData, chat_template: str | None =
         remedy = "put the files (and the model's tokenizer) back as they were, or start a new run with: alto tune"
         if started.base is None:  # version 0.1 began the run
             remedy = (
-                "version 0.1 of ALTO, which began it, made other tokens of some rows than this version does; if the "
-                "files are as they were, a new run is needed: alto tune; if not, put them back, then continue with: "
-                "alto resume"
+                "version 0.1 of ALTO, which began the run, made different tokens from some rows than this version; if "
+                "the files are unchanged, start a new run with: alto tune; otherwise put them back, then continue "
+                "with: alto resume"
             )
         raise RunChangedError(
-            f"expected the data that the run began with, found other rows or tokens in {started.dataset}; {remedy}"
+            f"expected the data that the run began with, found different rows or tokens in {started.dataset}; {remedy}"
         )
 
 
@@ -328,12 +328,12 @@ def check_start(started: TaskStarted, found: StartFact | None) -> None:
     if before is None or found is None:
         expected, now = ("none" if fact is None else fact.path for fact in (before, found))
         raise RunChangedError(
-            f"init_adapter: expected what the run began with ({expected}), found {now}; put task.yaml back as it was, "
-            "or start a new run with: alto tune"
+            f"init_adapter: expected the value that the run began with ({expected}), found {now}; put task.yaml back "
+            "as it was, or start a new run with: alto tune"
         )
     raise RunChangedError(
-        f"init_adapter: expected the adapter that the run began with, found another one in {found.path}; put its files "
-        "back as they were, or start a new run with: alto tune"
+        f"init_adapter: expected the adapter that the run began with, found a different one in {found.path}; put its "
+        "files back as they were, or start a new run with: alto tune"
     )
 
 
@@ -370,7 +370,7 @@ def check_jobs(started: TaskStarted, configs: Mapping[str, JobConfig], task: Tas
         changed.append("eval_steps")
     if changed:
         raise RunChangedError(
-            f"expected task.yaml to be as it was when the run began, found other settings of {', '.join(changed)}; "
+            f"expected task.yaml to be as it was when the run began, found different settings of {', '.join(changed)}; "
             "put it back, change single jobs with: alto job clone, or start a new run with: alto tune"
         )
 
@@ -404,5 +404,5 @@ def _notes(num_damaged: int, *, from_beginning: bool) -> tuple[str, ...]:
     if not num_damaged:
         return ()
     subject = "The last checkpoint is" if num_damaged == 1 else f"The last {num_damaged} checkpoints are"
-    start = "starts from the beginning" if from_beginning else "continues from the one before"
+    start = "starts from the beginning" if from_beginning else "continues from the checkpoint before"
     return (f"{subject} damaged; the run {start}.",)

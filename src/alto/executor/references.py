@@ -152,9 +152,9 @@ def _computed(
     num_broken = int((~references.isfinite()).any(1).sum())
     if num_broken:
         raise ModelError(
-            f"expected finite log-probabilities of every reply under the base model, found others in {num_broken} of "
-            f"{len(dataset)} pairs; its weights are broken, or {backbone.dtype} is too narrow for it "
-            "(dtype: float32)"
+            f"expected finite log-probabilities of every reply under the base model, found infinite or NaN ones in "
+            f"{num_broken} of {len(dataset)} pairs; the model's weights are broken, or {backbone.dtype} is too narrow "
+            "for it (dtype: float32)"
         )
     return references
 

@@ -146,7 +146,7 @@ class TaskSession:
         def stop_if_asked() -> None:
             if ranks.broadcast(hooks.is_interrupted(), bool):
                 raise TaskInterruptedError(
-                    "stopped as asked while reference log-probs were precomputed; those computed so far are on disk; "
+                    "stopped on request while reference log-probs were precomputed; the finished ones are on disk; "
                     f"continue with: {resume_command(start.run_dir.root)}"
                 )
 
@@ -448,6 +448,6 @@ class TaskSession:
         training = self.state.selection.training
         self._recorder.task_interrupted(training)
         raise TaskInterruptedError(
-            f"stopped as asked, with {len(training)} of {len(self.state.jobs)} jobs still to train and everything on "
+            f"stopped on request, with {len(training)} of {len(self.state.jobs)} jobs still to train and everything on "
             f"disk; continue with: {resume_command(self._start.run_dir.root)}"
         )

@@ -57,10 +57,10 @@ def load_base(
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        share = f"its share of {ranks.size}" if ranks.size > 1 else "all of it"
+        share = f"its share of {ranks.size}" if ranks.size > 1 else "the whole model"
         raise DeviceMemoryError(
             f"model: expected memory for the base model {spec.id!r} ({share}) on {device}, found less; set num_gpus "
-            f"to more than {ranks.size}, so that each holds a part of it, or {LOAD_IN_4BIT}"
+            f"to more than {ranks.size}, so that each GPU holds a part, or {LOAD_IN_4BIT}"
         ) from error
 
 

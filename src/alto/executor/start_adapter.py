@@ -88,7 +88,7 @@ class StartAdapter:
             *_of_numbers(wanted, found),
             *_of_names(wanted_extras, extras),
             *(
-                f"{name} of {extras[name]}, where the adapter's is of {size}"
+                f"{name} with shape {extras[name]}, but {size} in the adapter"
                 for name, size in wanted_extras.items()
                 if extras.get(name, size) != size
             ),
@@ -96,9 +96,9 @@ class StartAdapter:
         if differences:
             more = f" and {len(differences) - _MAX_SHOWN} more" if len(differences) > _MAX_SHOWN else ""
             raise TargetModuleError(
-                f"init_adapter: expected that {job} trains an adapter with the modules, ranks, scales and further "
-                f"tensors of {self.saved.folder}, found {'; '.join(differences[:_MAX_SHOWN])}{more}; leave out r, "
-                "lora_alpha, target_modules and the like, which are then those of the adapter, or correct them"
+                f"init_adapter: expected {job} to train an adapter with the modules, ranks, scales and other tensors "
+                f"of {self.saved.folder}, found {'; '.join(differences[:_MAX_SHOWN])}{more}; remove r, lora_alpha, "
+                "target_modules and similar keys, so that the adapter sets them, or correct them"
             )
 
     @contextlib.contextmanager
@@ -141,13 +141,13 @@ def _fingerprint(folder: Path) -> str:
 
 def _of_names(wanted: Mapping[str, object], found: Mapping[str, object]) -> Iterator[str]:
     for name in sorted(wanted.keys() ^ found.keys()):
-        yield f"{name} in the adapter alone" if name in wanted else f"{name}, which the adapter does not have"
+        yield f"{name} only in the adapter" if name in wanted else f"{name}, which the adapter does not have"
 
 
 def _of_numbers(wanted: Mapping[str, tuple[int, float]], found: Mapping[str, tuple[int, float]]) -> Iterator[str]:
     for name in sorted(wanted.keys() & found.keys()):
         (rank, scale), (other_rank, other_scale) = wanted[name], found[name]
         if rank != other_rank:
-            yield f"rank {other_rank} on {name}, where the adapter's is {rank}"
+            yield f"rank {other_rank} on {name}, but {rank} in the adapter"
         elif not math.isclose(scale, other_scale, rel_tol=1e-6):
-            yield f"a scale of {other_scale:g} on {name}, where the adapter's is {scale:g}"
+            yield f"a scale of {other_scale:g} on {name}, but {scale:g} in the adapter"

@@ -298,7 +298,7 @@ class Trainer:
             if is_last_try and len(left) == num_before:
                 raise DeviceMemoryError(
                     f"expected memory for the optimizer's step of {len(left)} jobs, found none left on "
-                    f"{self._backbone.device}; free some, or lower max_slots"
+                    f"{self._backbone.device}; free memory, or lower max_slots"
                 )
             is_last_try = len(left) == num_before
         assert norms is not None

@@ -57,7 +57,7 @@ def offer(queue: Queue, *, duration_s: float = 50.0, kept_duration_s: float = 40
 
 def ended(queue: Queue, *, is_retryable: bool = True) -> list[Action]:
     return queue.apply(
-        Failed(time_s=12, task="wide", attempt=1, reason="stopped as asked", is_retryable=is_retryable, remaining_s=45)
+        Failed(time_s=12, task="wide", attempt=1, reason="stopped", is_retryable=is_retryable, remaining_s=45)
     )
 
 

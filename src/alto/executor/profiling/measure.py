@@ -394,9 +394,9 @@ def _will_fit(memory: Sequence[MemoryPoint], num_tokens: int, room: float) -> bo
 
 def _nothing_fits(num_tokens: int, backbone: Backbone) -> str:
     return (
-        f"expected memory for a training step of one job on a row of {num_tokens} tokens, found less left on "
-        f"{backbone.device} beside the base model; lower max_length or r, set gradient_checkpointing: true, load a "
-        f"smaller base with {LOAD_IN_4BIT}, or shard it over more GPUs with num_gpus"
+        f"expected memory for a training step of one job on a row of {num_tokens} tokens, found less free on "
+        f"{backbone.device} beside the base model; lower max_length or r, set gradient_checkpointing: true, load the "
+        f"base model in 4 bits with {LOAD_IN_4BIT}, or shard it over more GPUs with num_gpus"
     )
 
 

@@ -255,19 +255,18 @@ def check_budget(budget: Budget, shortest_s: float, num_gpus: int, *, is_rough: 
     limit_s = budget.max_duration_s(num_gpus)
     if limit_s is None or shortest_s <= limit_s:
         return
-    found, enough = f"duration_s {limit_s:g}", f"duration_s to {math.ceil(shortest_s)}"
+    found, enough = f"duration_s {limit_s:g}", f"duration_s to at least {math.ceil(shortest_s)}"
     if limit_s != budget.duration_s and budget.gpu_hour_price is not None:
         cost = math.ceil(100 * shortest_s / 3600 * num_gpus * budget.gpu_hour_price) / 100
-        found, enough = f"cost {budget.cost:g}, which pays for {limit_s:.3g} s", f"cost to {cost:g}"
+        found, enough = f"cost {budget.cost:g}, which pays for {limit_s:.3g} s", f"cost to at least {cost:g}"
     busy = (
-        " Other programs used the machine while this was measured: when it is idle, alto plan --refresh measures again."
+        " Other programs used the machine during the measurement: when it is idle, alto plan --refresh measures again."
         if is_rough
         else ""
     )
     raise SpecError(
-        f"search.budget: expected enough to train one configuration to its end, which takes about "
-        f"{math.ceil(shortest_s)} s for the shortest, found {found}. Raise {enough} at least, or train fewer "
-        f"steps.{busy}"
+        f"search.budget: expected enough to train one configuration to its end, about {math.ceil(shortest_s)} s for "
+        f"the shortest one, found {found}. Raise {enough}, or train fewer steps.{busy}"
     )
 
 
@@ -284,7 +283,7 @@ def _budget_notes(rungs: Sequence[Rung], expected_s: float, limit_s: float) -> t
     return (
         _rung_note(rungs),
         f"Not all configurations can be ranked within search.budget: that takes about {math.ceil(expected_s)} s. The "
-        "best of those that are ranked in time is trained to its end.",
+        "best configuration that is ranked in time is trained to its end.",
     )
 
 

@@ -145,7 +145,7 @@ def _check(measured: Measured) -> None:
     values += [value for point in measured.durations for value in asdict(point).values()]
     for value in (*values, measured.eval_token_s, measured.capacity_bytes, measured.duration_s):
         if not is_number(value, least=0, most=_MAX_MEASURED):
-            raise ValueError(f"a measurement of {value!r:.40}")
+            raise ValueError(f"invalid measurement: {value!r:.40}")
 
 
 def _profile(measured: Measured, name: str, *, is_cached: bool) -> Profile:
@@ -225,9 +225,9 @@ def _measured_in_child(
 ) -> Measured:
     if not task.base_model.is_loadable:
         raise UnsupportedError(
-            "profile: expected a base model that a name loads, as on a CPU memory is measured in another process, "
-            f"found {task.model}; set max_slots, max_tokens_per_step and max_tokens_per_pass, so that nothing is "
-            "measured, or write the model to a folder with save_pretrained, and name the folder"
+            "profile: expected a base model that can be loaded by name, because on a CPU a separate process measures "
+            f"memory, found {task.model}; set max_slots, max_tokens_per_step and max_tokens_per_pass, so that nothing "
+            "is measured, or write the model to a folder with save_pretrained, and name the folder"
         )
     request = {
         "task": task.to_dict(),
@@ -244,8 +244,8 @@ def _measured_in_child(
         return Measured.from_dict(found)
     except (IndexError, ValueError, KeyError, TypeError) as error:
         raise ProfileError(
-            f"profile: expected measurements from a process of its own, found that it ended with code "
-            f"{code} and printed {told!r}; free memory on this machine, or {_UNMEASURED}"
+            f"profile: expected measurements from a separate process, found that it ended with code {code} and "
+            f"printed {told!r}; free memory on this machine, or {_UNMEASURED}"
         ) from error
 
 
