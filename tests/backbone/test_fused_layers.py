@@ -170,7 +170,7 @@ class TestNorms:
         Other.__name__ = "LlamaRMSNorm"
         norm = Other(64).to(DEVICE, dtype)
         assert norm_signature(norm) is not None
-        assert fused_norm(norm, functions(), DEVICE) == "its numbers are those of no known kind of RMS norm"
+        assert fused_norm(norm, functions(), DEVICE) == "its numbers match no known kind of RMS norm"
 
     @pytest.mark.parametrize("mistake", [{"epsilon": 2e-6}, {"kind": 2}, {"factor": -1.0}])
     def test_a_kernel_with_other_numbers_is_not_taken(self, mistake: dict[str, Any]) -> None:
@@ -253,12 +253,12 @@ class TestRotations:
 
     @pytest.mark.parametrize("kind", [CohereAttention, GlmAttention])
     def test_those_of_neighbours_are_left_alone(self, kind: type[nn.Module]) -> None:
-        assert self.found(kind) == "its rotation is another one"
+        assert self.found(kind) == "its rotation is different"
 
     def test_a_kernel_with_other_numbers_is_not_taken(self) -> None:
         right = functions().rotary
         wrong = SimpleNamespace(rotary=lambda q, k, cos, sin: right(q, k, cos, -sin))
-        assert self.found(LlamaAttention, wrong) == "its rotation is another one"
+        assert self.found(LlamaAttention, wrong) == "its rotation is different"
 
     def test_a_rotation_of_a_part_of_every_head_is_left_to_the_model(self) -> None:
         """Which shows in a forward pass alone."""

@@ -130,7 +130,7 @@ def test_the_fingerprint_is_that_of_the_files_it_is_saved_to(folder: Path, tmp_p
 
 def test_the_fingerprint_tells_other_weights_and_configurations(folder: Path) -> None:
     before = object_fingerprint(load(folder).model)
-    for change, what in ((one_number, "other weights"), (one_setting, "another config.json")):
+    for change, what in ((one_number, "other weights"), (one_setting, "a different config.json")):
         objects = load(folder)
         change(objects)
         assert base_differences(before, object_fingerprint(objects.model)) == [what]

@@ -204,17 +204,17 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
     ),
     "bert, which sees later tokens": (
         lambda: build(BertLMHeadModel, BertConfig, is_decoder=False),
-        "depend on earlier ones alone.*set is_decoder to true",
+        "depend only on earlier tokens.*set is_decoder to true",
     ),
 }
 PADDED: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
     "doge": (
         lambda: build(DogeForCausalLM, DogeConfig, sliding_window=5),
-        "found another mask in model.layers.0.self_attn",
+        "found a different mask in model.layers.0.self_attn",
     ),
     "doge, windows that are made small": (
         lambda: build(DogeForCausalLM, DogeConfig, sliding_window=2048, keep_window_size=2048),
-        "found another mask in model.layers.0.self_attn",
+        "found a different mask in model.layers.0.self_attn",
     ),
     "llama4, temperatures by place in the pass": (llama4, "model's own losses"),
     "deepseek-v3.2": (lambda: build(DeepseekV32ForCausalLM, DeepseekV32Config, **DSA), "runs on a few rows"),

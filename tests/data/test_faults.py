@@ -55,7 +55,7 @@ def test_every_kind_of_fault_is_listed_in_one_error(tmp_path: Path) -> None:
 
 
 def test_a_line_that_ends_too_early_is_not_called_two(tmp_path: Path) -> None:
-    with pytest.raises(BadRowsError, match=r"train\.jsonl:2: expected one JSON object a line, ") as caught:
+    with pytest.raises(BadRowsError, match=r"train\.jsonl:2: expected one JSON object per line, ") as caught:
         read_task_rows(make(tmp_path, GOOD, '{"prompt": "p", "completion": "c"', *[GOOD] * 20))
     assert "(Expecting ',' delimiter)" in str(caught.value)
 

@@ -64,7 +64,7 @@ def test_labels_are_names_indices_lists_or_numbers(
 @pytest.mark.parametrize(
     ("labels", "settings", "words"),
     [
-        ([1, 2, 3], {}, "num_labels where some do not occur"),
+        ([1, 2, 3], {}, "num_labels if some do not occur"),
         ([0.5, 1.5], {}, "method: regression"),
         (["a", "a"], {}, "at least two"),
         (["a", "b", "c"], {"num_labels": 2}, "num_labels"),

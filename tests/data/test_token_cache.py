@@ -213,18 +213,18 @@ def test_auto_keeps_less_data_in_memory_where_the_cache_cannot_hold_it(
     monkeypatch.setattr(cached_rows_module, "SLOW_BYTES", 1000)
     with monkeypatch.context() as patch:
         patch.setattr(token_files._HashedFile, "finish", _disk_is_full)
-        with pytest.warns(UserWarning, match="made anew at every start: .*token_cache: memory"):
+        with pytest.warns(UserWarning, match="computed again at every start: .*token_cache: memory"):
             assert digest_of(*encode(task).splits) == expected
         patch.setattr(cached_rows_module, "LARGE_BYTES", 1000)
         with pytest.raises(DiskFullError):
             encode(task)
     with monkeypatch.context() as patch:
         patch.setattr(type(TOKENIZER), "save_pretrained", _disk_is_full)
-        with pytest.warns(UserWarning, match="made anew at every start: .*can be saved"):
+        with pytest.warns(UserWarning, match="computed again at every start: .*can be saved"):
             assert digest_of(*encode(task).splits) == expected
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("ALTO_CACHE", str(tmp_path / "file"))
-    with pytest.warns(UserWarning, match="made anew at every start: expected to write"):
+    with pytest.warns(UserWarning, match="computed again at every start: expected to write"):
         assert digest_of(*encode(task).splits) == expected
 
 
@@ -295,7 +295,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(
 
     original = files_module._rows
     monkeypatch.setattr(files_module, "_rows", rows)
-    with pytest.raises(DataError, match="nobody changes while they are tokenised"):
+    with pytest.raises(DataError, match="rows that do not change while they are tokenised"):
         encode(task)
     assert not entries(cache)
 

@@ -118,7 +118,11 @@ def test_a_task_without_rules_is_written_as_before() -> None:
             r"^early_exit\.rules\.plateau should be a mapping of settings, or true",
         ),
         ({"rules": ["plateau"]}, SpecError, r"^early_exit\.rules should map names of rules to their settings, found"),
-        ({"rules": {"divergence": {}}}, SpecError, r"^early_exit\.rules: expected rules beside those of policy 'alto'"),
+        (
+            {"rules": {"divergence": {}}},
+            SpecError,
+            r"^early_exit\.rules: expected rules that are not part of policy 'alto'",
+        ),
         ({"rule": {}}, UnknownKeyError, r"^early_exit has the unknown key 'rule'\. Did you mean 'rules'"),
     ],
 )
@@ -176,7 +180,7 @@ def test_a_package_cannot_take_the_name_of_a_rule_of_alto_s(tmp_path: Path, monk
     toml = FILES["pyproject.toml"].replace("plateau = ", "divergence = ")
     packages.install(tmp_path, {**FILES, "pyproject.toml": toml}, monkeypatch)
     with pytest.raises(
-        UnsupportedError, match=r"rules: expected 'divergence' to be ALTO's alone, found .*my_rules:Plateau"
+        UnsupportedError, match=r"rules: expected 'divergence' to be registered by ALTO only, found .*my_rules:Plateau"
     ):
         EarlyExit(rules={"divergence": True})
 

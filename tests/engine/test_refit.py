@@ -262,7 +262,7 @@ def test_a_refit_compares_nothing(changes: dict[str, Any], reason: str, tmp_path
 def test_a_mixture_with_validation_rows_of_another_dataset_is_refused(tmp_path: Path) -> None:
     keys = {"max_steps": 9, "early_exit": False, "refit": {"run": "r", "job": "job-000", "steps": 5}}
     sources = [{"path": str(write_rows(tmp_path / f"{name}.jsonl", 4)), "name": name} for name in ("one", "two")]
-    with pytest.raises(UnsupportedError, match="they are of no source"):
+    with pytest.raises(UnsupportedError, match="its rows belong to no source"):
         make_task(tmp_path, dataset=sources, **keys)
 
 

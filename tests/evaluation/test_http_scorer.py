@@ -121,10 +121,10 @@ def test_it_waits_before_it_asks_again(server: Server, monkeypatch: pytest.Monke
         ([(200, b'{"score": 1}')], "found an object without such a list", 1),
         ([(200, b'{"scores": [1, 2]}')], "found 2 scores", 1),
         ([(200, b'{"scores": [1, 2, 3, 4, 5, 6]}')], "found 6 scores", 1),
-        ([(200, b'{"scores": [1, 2, NaN, 4, 5]}')], "found another value at position 2", 1),
-        ([(200, b'{"scores": [1, 2, 3, true, 5]}')], "found another value at position 3", 1),
-        ([(200, b'{"scores": [1, 2, 3, 4, "5"]}')], "found another value at position 4", 1),
-        ([(200, b'{"scores": [1, 2, 3, 4, 1e999]}')], "found another value at position 4", 1),
+        ([(200, b'{"scores": [1, 2, NaN, 4, 5]}')], "found no such number at position 2", 1),
+        ([(200, b'{"scores": [1, 2, 3, true, 5]}')], "found no such number at position 3", 1),
+        ([(200, b'{"scores": [1, 2, 3, 4, "5"]}')], "found no such number at position 4", 1),
+        ([(200, b'{"scores": [1, 2, 3, 4, 1e999]}')], "found no such number at position 4", 1),
     ],
 )
 def test_what_is_no_score_is_a_failure_with_its_reason(

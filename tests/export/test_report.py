@@ -237,5 +237,5 @@ def test_writing_again_replaces_the_page(small_run, write_run):
 def test_the_report_says_which_rank_had_which_job(ranked_run, page_of):
     page = page_of(ranked_run)
     assert page.figures["slots"]["lanes"][-1] == "rank 1, slot 1"
-    assert "which of the 4 slots on 2 ranks when" in page.text
+    assert "which of the 4 slots on 2 ranks, and when" in page.text
     assert "2 ranks" in page.text.split("which of the 4")[0]

@@ -78,8 +78,8 @@ def other_rows(folder: Path) -> None:
 
 REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
     "weights": (other_weights, r"model: expected the base model that the run began with, found other weights in "),
-    "config": (other_config, r"found another config\.json in .*; put it back as it was, or start a new run"),
-    "shape": (other_shape, r"found other weights: model\.safetensors \(.*bytes, expected; .*\), another config\.json"),
+    "config": (other_config, r"found a different config\.json in .*; put it back as it was, or start a new run"),
+    "shape": (other_shape, r"other weights: model\.safetensors \(.*bytes, expected; .*\), a different config\.json"),
     "dtype": (
         lambda folder: change_task(folder, dtype="bfloat16"),
         r"the precision that the run began with \(dtype: float32\), found dtype: bfloat16; set it back in its task\.y",

@@ -285,7 +285,7 @@ def test_a_run_in_work_is_not_started_twice(model: Path, tmp_path: Path) -> None
     def resume_it(entry: JournalEntry) -> None:
         if isinstance(entry.event, JobEvaluated) and not errors:
             (root,) = (tmp_path / "runs").iterdir()
-            with pytest.raises(RunBusyError, match=r"found that one works on .*alto show --watch") as caught:
+            with pytest.raises(RunBusyError, match=r"that another process works on .*alto show --watch") as caught:
                 alto.Engine().resume(root)
             errors.append(caught.value)
             assert RunDir.open(root).is_locked()

@@ -326,7 +326,7 @@ class TestInPeft:
         with torch.no_grad():
             other.lm_head.weight[7] += 1.0
         with (
-            pytest.raises(TargetModuleError, match=r"expected lm_head\.weight, .* of another base"),
+            pytest.raises(TargetModuleError, match=r"expected lm_head\.weight, .* of a different base"),
             loaded_adapters(Backbone(other, None, "other"), [adapter], "other"),
         ):
             pass
@@ -361,7 +361,7 @@ class TestTargets:
 
     def test_a_classifier_has_another_head(self) -> None:
         labels = LabelSet(problem_type="single_label_classification", names=("a", "b"))
-        with pytest.raises(UnsupportedError, match="whose place another head takes; leave out it"):
+        with pytest.raises(UnsupportedError, match="which a classification head replaces; leave it out"):
             adapter_shape(build_tiny("llama"), JobConfig(target_modules=["lm_head"]), labels)
 
     def test_a_tied_head_comes_with_a_note(self) -> None:

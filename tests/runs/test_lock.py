@@ -30,7 +30,7 @@ def test_one_at_a_time(run: RunDir) -> None:
     with run.locked():
         assert other.is_locked()
         run.check_lock()
-        with pytest.raises(RunBusyError, match="found that one works on"), other.locked():
+        with pytest.raises(RunBusyError, match="found that another process works on"), other.locked():
             pass
     assert not other.is_locked()
     with other.locked():

@@ -50,7 +50,7 @@ def test_no_free_name_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("alto.runs.run_dir.time.strftime", lambda _: "now")
     for attempt in range(1000):
         os.mkdir(tmp_path / ("sums-now" if attempt == 0 else f"sums-now-{attempt}"))
-    with pytest.raises(RunExistsError, match=r"found sums-now and 999 others taken; clear"):
+    with pytest.raises(RunExistsError, match=r"found sums-now and 999 others taken; remove old runs from"):
         RunDir.create(tmp_path, TASK)
 
 

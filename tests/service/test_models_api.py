@@ -172,7 +172,7 @@ def test_what_is_wrong_with_an_adapter_is_an_event_without_paths(service: Servic
     assert client.post(f"/api/models/{name}/merged").status_code == 202
     wait_for(lambda: bool(messages_of(service, "a")))
     (message,) = messages_of(service, "a")
-    assert message.startswith("Expected that merged weights were written, found: ")
+    assert message.startswith("Expected merged weights to be written, found: ")
     assert str(service.settings.root) not in message
     assert client.get(f"/api/models/{name}/merged").status_code == 404
 

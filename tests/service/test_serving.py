@@ -339,7 +339,7 @@ def test_models_of_another_base_are_left_out(service: Service, vllm: FakeVllm, t
     turns.after()
     row = row_of(service, name)
     assert (row.serving, vllm.loads()) == ("none", [])
-    assert "another base model than other" in str(row.serving_details)
+    assert "a different base model than other" in str(row.serving_details)
     before = len(vllm.asked)
     turns.after(1)
     assert len(vllm.asked) == before

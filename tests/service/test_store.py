@@ -289,7 +289,7 @@ def test_a_key_for_another_body_is_refused(store: Store) -> None:
         RequestMark(tenant="a", path="/x", body_hash="1", key="k").note(session, "job", "ftjob-1")
     with store.writing() as session:
         assert RequestMark(tenant="a", path="/x", body_hash="1", key="k").find(session) == "ftjob-1"
-        with pytest.raises(ReusedKeyError, match="used for another body"):
+        with pytest.raises(ReusedKeyError, match="used with a different body"):
             RequestMark(tenant="a", path="/x", body_hash="2", key="k").find(session)
 
 

@@ -157,8 +157,8 @@ def _attention_forward(
     refused = sorted(name for name, value in extras.items() if value is not None and name not in _SUPPORTED_EXTRAS)
     if refused:
         raise UnsupportedModelError(
-            f"the model's attention asks for {', '.join(refused)}, which padding-free attention does not do yet; "
-            "expected plain causal attention (full or sliding window); use another base model"
+            f"expected plain causal attention (full or sliding window), found a model whose attention asks for "
+            f"{', '.join(refused)}, which padding-free attention does not support; use another base model"
         )
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     pattern: Pattern = getattr(module, _PATTERN, None) or Pattern(window=sliding_window)

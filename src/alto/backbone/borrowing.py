@@ -108,8 +108,8 @@ def _check(objects: BaseObjects, device: torch.device) -> None:
         )
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise ModelError(
-            f"tokenizer: expected a tokenizer of transformers, found {type(tokenizer).__name__}; give it itself (of a "
-            "processor, processor.tokenizer)"
+            f"tokenizer: expected a tokenizer of transformers, found {type(tokenizer).__name__}; give the tokenizer "
+            "itself (of a processor: processor.tokenizer)"
         )
     if vars(model).get(_IN_USE):
         raise RunBusyError(f"model: expected that no other task trains on {name}, found one; wait until it has ended")
@@ -154,6 +154,6 @@ def _check_vocabulary(model: PreTrainedModel, tokenizer: Any, name: str) -> None
     num_rows, num_tokens = getattr(embeddings, "num_embeddings", None), len(tokenizer)
     if num_rows is not None and num_tokens > num_rows:
         raise ModelError(
-            f"tokenizer: expected the {num_rows} tokens at most that {name} has rows for, found {num_tokens}; give "
-            "the model's own tokenizer, or make place for these with model.resize_token_embeddings(len(tokenizer))"
+            f"tokenizer: expected at most the {num_rows} tokens that {name} has rows for, found {num_tokens}; give "
+            "the model's own tokenizer, or add rows with model.resize_token_embeddings(len(tokenizer))"
         )

@@ -39,7 +39,7 @@ def classifier_of(model: PreTrainedModel, labels: LabelSet) -> PreTrainedModel:
         raise _unsupported(model, "transformers to have a sequence classification model of it", "none") from None
     prefix = classifier.base_model_prefix
     if type(getattr(classifier, prefix, None)) is not type(getattr(model, prefix, model)):
-        raise _unsupported(model, f"{type(classifier).__name__} to have the same body", "another one")
+        raise _unsupported(model, f"{type(classifier).__name__} to have the same body", "a different one")
     head = getattr(classifier, "score", None)
     if not isinstance(head, nn.Linear) or head.bias is not None:
         raise _unsupported(model, f"{type(classifier).__name__} to have a linear head score without bias", f"{head}")

@@ -159,11 +159,11 @@ def base_differences(expected: Mapping[str, Any], found: Mapping[str, Any]) -> l
         ]
         differences.append("other weights" + (f": {', '.join(changed[:3])}" if changed else ""))
     if expected["config"] != found["config"]:
-        differences.append("another config.json")
+        differences.append("a different config.json")
     # For the same commit, the hub's cache may hold more files than before, but no changed file.
     is_one_commit = expected["commit"] is not None and expected["commit"] == found["commit"]
     if expected["code"] != found["code"] and not is_one_commit:
-        differences.append("another Python code beside its config.json")
+        differences.append("different Python code beside its config.json")
     if differences and expected["commit"] != found["commit"]:
         differences.append(f"revision {found['commit']} instead of {expected['commit']}")
     return differences
@@ -243,7 +243,7 @@ def _safetensors(file: BinaryIO) -> Iterator[bytes]:
     num_bytes = os.fstat(file.fileno()).st_size
     top = file.read(_TOP_BYTES)
     if _LFS_POINTER.startswith(top) and file.read(len(_LFS_POINTER) - len(top)) == _LFS_POINTER[len(top) :]:
-        raise ValueError(f"{file.name} is a pointer of Git LFS, not the file itself: git lfs pull downloads that")
+        raise ValueError(f"{file.name} is a pointer of Git LFS, not the file itself: git lfs pull downloads the file")
     length = int.from_bytes(top, "little")
     if len(top) < _TOP_BYTES or length > num_bytes - _TOP_BYTES:
         raise ValueError(f"{file.name} ends after {num_bytes:,} bytes, within its header")

@@ -38,7 +38,7 @@ class FusedMlp(FusedForward):
         first, *others, last = (getattr(self.module, name) for name in self._names)
         gate, up = (first(x), others[0](x)) if others else first(x).chunk(2, dim=-1)
         if gate.dtype != up.dtype:
-            self.why_not = f"its gate is {gate.dtype}, what it is multiplied with {up.dtype}"
+            self.why_not = f"its gate is {gate.dtype}, the other factor of the product {up.dtype}"
             unfused: Tensor = last(F.silu(gate) * up)
             return unfused
         output: Tensor = last(self._functions.swiglu(gate, up))
@@ -96,7 +96,7 @@ def why_unfused(
         try:
             expected = bare_copy(module, children={**own, **stubs, names[-1]: nn.Identity()})(x)
         except Exception:  # an unknown forward pass may raise anything
-            return "its forward pass is another one"
+            return "its forward pass is different"
         if not isinstance(expected, Tensor) or not torch.equal(expected, swiglu(gate, up)):
             return "its activation is not silu(gate) · up"
         found: Tensor = functions.swiglu(gate, up)
@@ -115,5 +115,5 @@ class _Given(nn.Module):
         self._x, self._y = x, y
 
     def forward(self, x: Tensor) -> Tensor:
-        assert x is self._x, "another input than the module's own"
+        assert x is self._x, "a different input than the module's own"
         return self._y

@@ -89,7 +89,7 @@ def fused_norm(module: nn.Module, functions: ModuleType, device: torch.device) -
         [expected_dx] = torch.autograd.grad(expected, x, dy)
         kinds = [kind for kind in NormKind if _is_same(rms_norm(x, weight_H, epsilon, kind), expected)]
         if not kinds:
-            return "its numbers are those of no known kind of RMS norm"
+            return "its numbers match no known kind of RMS norm"
         found: Tensor = functions.rms_norm(x, weight_H, epsilon, kinds[0])
         [found_dx] = torch.autograd.grad(found, x, dy)
     limit = _MAX_ROUNDINGS * torch.finfo(dtype).eps

@@ -51,7 +51,7 @@ class Rotation:
         self._seen: set[tuple[Any, ...]] = set()
 
     def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
-        why_not = self._why_not(q, k, cos, sin) if not args and not kwargs else "it has further arguments"
+        why_not = self._why_not(q, k, cos, sin) if not args and not kwargs else "it is called with additional arguments"
         if why_not:
             self.why_not = why_not
             return self._function(q, k, cos, sin, *args, **kwargs)
@@ -145,7 +145,7 @@ def fused_rotation(
     pairs = dict.fromkeys([(dtype, dtype), (dtype, wide), (wide, wide)])
     dtypes = frozenset(pair for pair in pairs if _is_same(own, functions, *pair, device))
     if not any(of_queries == dtype for of_queries, _ in dtypes):
-        return "its rotation is another one"
+        return "its rotation is different"
     rotation = Rotation(own, functions, dtypes)
     made = FunctionType(
         function.__code__,

@@ -31,7 +31,7 @@ def length_limit(config: PreTrainedConfig) -> LengthLimit | None:
         elif settings.get("rope_type") == "dynamic":
             limits.append(LengthLimit(int(text.max_position_embeddings), rescales))
     if num_selected := getattr(text, "index_topk", None):
-        why = "attends to index_topk tokens, and to which of equal scores depends on the padding of a whole pass"
+        why = "attends to index_topk tokens, and its choice among equal scores depends on the padding of the pass"
         limits.append(LengthLimit(int(num_selected), why))
     return min(limits, default=None)
 

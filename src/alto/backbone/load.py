@@ -51,7 +51,7 @@ _EXTENSIONS = {"bfloat16": "AVX512-BF16, AMX or ARM's BF16", "float16": "AVX512-
 
 _COPY_AGAIN = "copy or download the model again"
 _NAME_AS_MODEL = (
-    "copy or download the model again; or, where it loads with 'num_gpus: 1', write it with the names that "
+    "copy or download the model again; or, if it loads with 'num_gpus: 1', write it with the names that "
     "transformers gives its weights (save_pretrained with save_original_format=False)"
 )
 
@@ -173,7 +173,7 @@ def _check_template(text: str) -> None:
     except TemplateError as error:
         line = f" in line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
         raise ModelError(
-            f"chat_template: expected a Jinja template, found a text that is none ({error}{line}); correct it"
+            f"chat_template: expected a Jinja template, found a text that is not valid ({error}{line}); correct it"
         ) from None
 
 
@@ -244,12 +244,10 @@ def load_network(
             if spec.use_safetensors and has_pickle_weights(path):
                 remedy = "convert it to safetensors"
                 if mesh is None:
-                    remedy += (
-                        ", or set 'use_safetensors: false': transformers then reads tensors of it and nothing else"
-                    )
+                    remedy += ", or set 'use_safetensors: false': transformers then reads only its tensors"
                 raise ModelError(
-                    f"model: expected {what} in {model!r}, found pytorch_model.bin alone, a pickle, which may run code "
-                    f"where a program reads all of it; {remedy}"
+                    f"model: expected {what} in {model!r}, found only pytorch_model.bin, a pickle, which may run code "
+                    f"when a program reads all of it; {remedy}"
                 ) from error
             raise
     network, report = loaded

@@ -215,7 +215,7 @@ class _Rows:
         is_alone = self._worst(difference_TC, noise_TC, losses_TC) <= _MAX_RATIO
         if not is_alone or (by_gradient and self._gradient(is_kept_T)[changed].any()):
             raise UnsupportedModelError(
-                f"{_name(self._backbone)}: expected rows that depend on themselves alone, found one that changes with "
+                f"{_name(self._backbone)}: expected rows that do not depend on other rows, found one that changes with "
                 "the tokens of another row of the same pass; use another base model"
             )
 
@@ -232,8 +232,8 @@ class _Rows:
             has_switch = getattr(self._backbone.model.config, "is_decoder", None) is False
             remedy = "set is_decoder to true in its config.json, or " if has_switch else ""
             raise UnsupportedModelError(
-                f"{_name(self._backbone)}: expected a model whose tokens depend on earlier ones alone, found one that "
-                f"sees later ones; {remedy}use another base model"
+                f"{_name(self._backbone)}: expected a model whose tokens depend only on earlier tokens, found one that "
+                f"sees later tokens; {remedy}use another base model"
             )
 
     def _gradient(self, is_kept_T: Tensor) -> Tensor:

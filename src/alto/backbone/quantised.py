@@ -131,8 +131,8 @@ def bitsandbytes_config(spec: BaseModelSpec, config: PreTrainedConfig) -> BitsAn
         )
     if wanted not in ("none", on_disk):
         raise ModelError(
-            f"model: expected an unquantised model to load in {_bits(wanted)} bits, found that {spec.id!r} lies on "
-            f"disk in {_bits(on_disk)} bits; remove {key!r}, or use the unquantised model"
+            f"model: expected an unquantised model to load in {_bits(wanted)} bits, found that {spec.id!r} is stored "
+            f"on disk in {_bits(on_disk)} bits; remove {key!r}, or use the unquantised model"
         )
     return None
 

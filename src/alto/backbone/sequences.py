@@ -61,8 +61,8 @@ class Sequences:
         """
         if self._prefixes is not None:
             raise UnsupportedModelError(
-                f"expected attention over whole sequences where pairs share their prompt, found a model that attends "
-                f"in chunks of {size} tokens; use another base model, or a method without pairs"
+                f"expected attention over whole sequences for pairs that share their prompt, found a model that "
+                f"attends in chunks of {size} tokens; use another base model, or a method without pairs"
             )
         if size not in self._in_chunks:
             lengths = (min(size, length - start) for length in self.lengths for start in range(0, length, size))

@@ -27,7 +27,7 @@ def config_notes(config: PreTrainedConfig) -> tuple[str, ...]:
         return ()
     return (
         f"{', '.join(applied)} of the base model: not applied; it computes as in evaluation while jobs train, so "
-        "that none depends on its neighbours (TRL's trainers apply it: they train with model.train()).",
+        "that no job depends on others (TRL's trainers apply it: they train with model.train()).",
     )
 
 

@@ -94,9 +94,8 @@ def find_patterns(model: PreTrainedModel, input_ids_L: Tensor) -> dict[nn.Module
         pattern = found.pop()
         if pattern is None or found:
             raise UnsupportedModelError(
-                f"{type(model).__name__}: expected attention to a token itself and to earlier ones, all of them, those "
-                f"of a window or those of a chunk, found another mask in {names.get(module, 'the model')}; use another "
-                "base model"
+                f"{type(model).__name__}: expected attention to a token itself and to earlier tokens (all, a window or "
+                f"a chunk), found a different mask in {names.get(module, 'the model')}; use another base model"
             )
         patterns[module] = pattern
     return patterns

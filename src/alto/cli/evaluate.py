@@ -40,7 +40,7 @@ def evaluate(
         list[Path] | None,
         typer.Argument(
             metavar="RUN|ADAPTER...",
-            help="Run directory, by default the latest in ./runs; or folders of LoRA adapters, measured at once.",
+            help="Run directory, by default the latest in ./runs; or folders of LoRA adapters, measured together.",
             callback=_all_reachable,
             autocompletion=complete_run,
         ),
@@ -51,29 +51,42 @@ def evaluate(
     ] = None,
     all_jobs: Annotated[bool, typer.Option("--all-jobs", help="Evaluate all jobs of the run.")] = False,
     dataset: Annotated[
-        str | None, typer.Option("--dataset", help="File or name of the rows; of a run by default its held-out rows.")
+        str | None,
+        typer.Option("--dataset", help="File or name of the dataset; for a run, by default its held-out rows."),
     ] = None,
     metric: Annotated[
         str,
         typer.Option(
             "--metric",
-            help="auto (what rows and run allow), loss, preference, or a scorer of answers: exact, contains, numeric, "
-            "exact_match, tool_call, multiple_choice, '{scorer: json, keys: [total]}', '{scorer: regex, pattern: …}'.",
+            help="auto (what the rows and the run allow), loss, preference, or a scorer of answers: exact, contains, "
+            "numeric, exact_match, tool_call, multiple_choice, '{scorer: json, keys: [total]}', '{scorer: regex, "
+            "pattern: …}'.",
         ),
     ] = "auto",
-    batch_size: Annotated[int, typer.Option("--batch-size", help="Answers generated at a time, of all adapters.")] = 64,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Tokens of the longest answer.")] = 512,
-    limit: Annotated[int | None, typer.Option("--limit", help="Use this many rows, from the first.")] = None,
-    base: Annotated[str | None, typer.Option("--base", help="Base model, if not the one the adapters name.")] = None,
+    batch_size: Annotated[
+        int, typer.Option("--batch-size", help="Number of answers generated at a time, for all adapters together.")
+    ] = 64,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", help="Maximum number of tokens in an answer.")
+    ] = 512,
+    limit: Annotated[
+        int | None, typer.Option("--limit", help="Number of rows to use, from the first; by default all.")
+    ] = None,
+    base: Annotated[
+        str | None, typer.Option("--base", help="Base model, if it is not the one that the adapters name.")
+    ] = None,
     baseline: Annotated[bool, typer.Option("--baseline", help="Measure the base model alone as well.")] = False,
-    backend: Annotated[GenerationBackend, typer.Option("--backend", help="What generates the answers.")] = "alto",
+    backend: Annotated[
+        GenerationBackend, typer.Option("--backend", help="Backend that generates the answers.")
+    ] = "alto",
     trust_remote_code: TrustRemoteCode = False,
     save_predictions: Annotated[
         Path | None,
         typer.Option(
             "--save-predictions",
             metavar="FILE",
-            help="Generate an answer to every row, by the base model too, and write them there (a JSON line a row).",
+            help="Generate an answer to every row, also with the base model, and write them to FILE (one JSON line "
+            "per row).",
             callback=reachable,
         ),
     ] = None,
@@ -176,8 +189,8 @@ def _write(path: Path, predictions: Sequence[Prediction]) -> None:
         )
     except OSError as error:
         raise RunWriteError(
-            f"save-predictions: expected a file that can be written, found that {path} cannot ({error.strerror}); "
-            "choose another; the numbers are in metrics.json"
+            f"save-predictions: expected a file that can be written, found that {path} cannot be written "
+            f"({error.strerror}); choose a different file; the numbers are in metrics.json"
         ) from error
 
 

@@ -18,7 +18,7 @@ __all__ = ["import_tasks"]
 def import_tasks(
     files: Annotated[
         list[Path],
-        typer.Argument(help="Configurations (YAML or JSON); of several, each is a configuration of one task."),
+        typer.Argument(help="Configurations (YAML or JSON); several become the configurations of one task."),
     ],
     to: Annotated[
         Path | None, typer.Option("--to", metavar="FILE", help="Task file to write; without it, the task is printed.")
@@ -27,14 +27,15 @@ def import_tasks(
         str | None,
         typer.Option(
             "--from",
-            help="Whose configurations they are: llamafactory, axolotl or trl; recognised by their keys by default.",
+            help="Tool that the configurations are for: llamafactory, axolotl or trl; by default recognised by their "
+            "keys.",
         ),
     ] = None,
     overrides: Overrides = None,
 ) -> None:
     """Turn configurations of LLaMA-Factory, Axolotl or TRL into a task, and report every key that is not taken over."""
     if to is not None and to.exists():
-        raise SpecError(f"--to: expected a new file, found {to}. Remove it, or name another.")
+        raise SpecError(f"--to: expected a new file, found {to}. Remove it, or name a different file.")
     imported = []
     for file in files:
         imported.append(import_file(file, tool, overrides or ()))
@@ -48,7 +49,9 @@ def import_tasks(
         to.parent.mkdir(parents=True, exist_ok=True)
         to.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise SpecError(f"--to: expected a file that can be written, found {to}: {error}. Name another.") from None
+        raise SpecError(
+            f"--to: expected a file that can be written, found {to}: {error}. Name a different file."
+        ) from None
     typer.echo(f"{to}: {len(task.task.jobs)} {'job' if len(task.task.jobs) == 1 else 'jobs'}; see: alto preview {to}")
 
 

@@ -20,7 +20,9 @@ from alto.spec.method import find_method
 __all__ = ["app"]
 
 app = typer.Typer(
-    name="job", help="Stop jobs of a task that is not finished; resume and clone jobs of any.", no_args_is_help=True
+    name="job",
+    help="Stop jobs of a task that is not finished; resume and clone jobs of any task.",
+    no_args_is_help=True,
 )
 
 JobName = Annotated[str, typer.Argument(metavar="JOB", help="Job, for example job-003; alto show lists them.")]
@@ -76,7 +78,9 @@ def _ask(
     if job not in history.jobs:
         raise JobCommandError(f"expected a job of this run, found {job!r}; it has {', '.join(history.jobs)}")
     if history.result is not None and action is Action.STOP:
-        raise JobCommandError(f"expected a run that is not finished, found that {run_dir.root} is; no job trains")
+        raise JobCommandError(
+            f"expected a run that is not finished, found that {run_dir.root} is finished; no job trains"
+        )
     mailbox = Mailbox(run_dir)
     command = mailbox.send(action, job, changes=changes, warm=warm)
     is_live, answer = wait_for_answer(run_dir, mailbox, command, wait_s)

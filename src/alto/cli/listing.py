@@ -44,7 +44,7 @@ def list_(
         typer.Option(
             "--output-dir",
             "-o",
-            help="Folder of run directories, which are listed; ./runs if it is not given.",
+            help="Folder of the run directories to list; by default ./runs.",
             callback=reachable,
         ),
     ] = None,
@@ -67,7 +67,8 @@ def _list_runs(folder: Path | None, *, as_json: bool) -> None:
     """
     if folder is not None and not folder.is_dir():
         raise RunNotFoundError(
-            f"--output-dir: expected a folder of runs, found none at {folder}; name the one that the runs were made in"
+            f"--output-dir: expected a folder of runs, found none at {folder}; name the folder that the runs were "
+            "made in"
         )
     root = RUNS if folder is None else folder
     runs, now = [summarise(path) for path in find_runs(root)], time.time()

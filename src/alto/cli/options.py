@@ -24,7 +24,7 @@ TrustRemoteCode = Annotated[
     bool,
     typer.Option(
         "--trust-remote-code",
-        help="Allow the Python code that comes with the base model to run; a run's own files cannot.",
+        help="Allow the Python code that comes with the base model to run; the files of a run cannot allow it.",
     ),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]

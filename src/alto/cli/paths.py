@@ -43,7 +43,7 @@ AnyRun = Annotated[
 InterruptedRun = Annotated[
     Path | None,
     typer.Argument(
-        help="Run directory, or that of a queue; by default the latest in ./runs that is interrupted.",
+        help="Directory of a run or of a queue; by default the latest interrupted one in ./runs.",
         callback=reachable,
         autocompletion=complete_run,
     ),

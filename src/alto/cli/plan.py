@@ -33,14 +33,16 @@ def plan(
         typer.Option(
             "--gpu-hour-price",
             min=0,
-            help="Price of an hour of the device, for the cost; else that of $ALTO_GPU_HOUR_PRICE, or of the budget.",
+            help="Price of an hour of the device, to show the cost; by default $ALTO_GPU_HOUR_PRICE, or the budget's "
+            "price.",
         ),
     ] = None,
-    refresh: Annotated[
-        bool, typer.Option("--refresh", help="Measure again, even where a measurement is cached.")
-    ] = False,
+    refresh: Annotated[bool, typer.Option("--refresh", help="Measure again, even if a measurement is cached.")] = False,
     total_gpus: Annotated[
-        int | None, typer.Option("--total-gpus", min=1, help="GPUs that several tasks share; CPU slots without GPUs.")
+        int | None,
+        typer.Option(
+            "--total-gpus", min=1, help="Number of GPUs that several tasks share; of CPU slots if there are no GPUs."
+        ),
     ] = None,
     strategy: Strategy = "adapter_parallel",
     method: Annotated[

@@ -27,7 +27,7 @@ def preview(
     ] = None,
     num_rows: Annotated[int, typer.Option("--rows", min=0, help="Number of examples to show.")] = 3,
     form: Annotated[
-        str | None, typer.Option("--format", help="Form of the rows; by default found from their columns.")
+        str | None, typer.Option("--format", help="Format of the rows; by default detected from their columns.")
     ] = None,
     overrides: Annotated[
         list[str] | None,

@@ -29,13 +29,14 @@ def prune(
         list[Path],
         typer.Argument(
             metavar="RUN...",
-            help="Folders of finished runs, or of queues, whose tasks are meant.",
+            help="Folders of finished runs, or of queues, whose runs are all pruned.",
             callback=_reachable,
             autocompletion=complete_run,
         ),
     ],
     keep: Annotated[
-        Keep, typer.Option("--keep", help="Whose best adapters stay; the key of a task says the same.")
+        Keep,
+        typer.Option("--keep", help="Which jobs keep their best adapters; the task's key keep has the same values."),
     ] = "finalists",
     as_json: AsJson = False,
 ) -> None:
@@ -80,11 +81,12 @@ def _finished(run: RunDir) -> RunHistory:
     """
     if run.is_locked():
         raise RunBusyError(
-            f"expected a run that no process works on, found that one works on {run.root}; prune it when it has ended"
+            f"expected a run that no process works on, found that a process works on {run.root}; prune it when it has "
+            "ended"
         )
     history = read_history(run.root)
     if history.result is None or Mailbox(run).extends_run:
-        found = "an interrupted one" if history.result is None else "one that a command gives further jobs"
+        found = "an interrupted run" if history.result is None else "a run to which a command adds jobs"
         raise RunError(
             f"expected a finished run, found {found} in {run.root}; finish it with: {resume_command(run.root)}, or "
             "remove its folder if you need nothing of it"

@@ -32,10 +32,11 @@ def submit(
     files: Annotated[list[Path], typer.Argument(help="Task files (YAML).")],
     tenant: Annotated[
         str | None,
-        typer.Option("--tenant", help="Whose quota the tasks count against; by default as set in their files."),
+        typer.Option("--tenant", help="Tenant whose quota the tasks count against; by default as set in their files."),
     ] = None,
     priority: Annotated[
-        int | None, typer.Option("--priority", help="Higher goes first; by default as set in their files.")
+        int | None,
+        typer.Option("--priority", help="Tasks with a higher priority start first; by default as set in their files."),
     ] = None,
     overrides: Overrides = None,
     wait_s: Wait = 60.0,
@@ -69,7 +70,7 @@ def cancel(
         history = read_queue_history(queue_dir.root)
         if history.is_completed and not history.in_state(TaskStage.FAILED):  # alto resume tries failed ones again
             raise QueueCommandError(
-                f"expected a queue that is not finished, found that {queue_dir.root} is; no task runs or waits"
+                f"expected a queue that is not finished, found that {queue_dir.root} is finished; no task runs or waits"
             )
     _show_answers(queue_dir, mailbox, [mailbox.ask(QueueAction.CANCEL, task) for task in tasks], wait_s)
 
@@ -77,7 +78,7 @@ def cancel(
 def drain(
     queue: QueueFolder,
     when_done: Annotated[
-        bool, typer.Option("--when-done", help="Not now: accept no more tasks, and end once all have ended.")
+        bool, typer.Option("--when-done", help="Do not end now: accept no more tasks, and end when all have ended.")
     ] = False,
     wait_s: Wait = 60.0,
 ) -> None:

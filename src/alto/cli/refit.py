@@ -18,7 +18,11 @@ def refit(
     run: Run,
     output_dir: Annotated[
         Path | None,
-        typer.Option("--output-dir", "-o", help="Folder in which the run directory is made; by default that of RUN."),
+        typer.Option(
+            "--output-dir",
+            "-o",
+            help="Folder in which the run directory is made; by default the one that contains RUN.",
+        ),
     ] = None,
     strategy: Strategy = "adapter_parallel",
     trust_remote_code: TrustRemoteCode = False,

@@ -22,8 +22,8 @@ def report(
             "--gpu-hour-price",
             metavar="PRICE",
             min=0,
-            help="Price of an hour of the device, for what the run cost and saved; else that of $ALTO_GPU_HOUR_PRICE, "
-            "or of the task's budget.",
+            help="Price of an hour of the device, to show what the run cost and saved; by default "
+            "$ALTO_GPU_HOUR_PRICE, or the price of the task's budget.",
         ),
     ] = None,
 ) -> None:

@@ -28,7 +28,8 @@ def run(
         list[Path] | None, typer.Argument(help="Task files (YAML); none is needed with --wait-for-tasks.")
     ] = None,
     total_gpus: Annotated[
-        int | None, typer.Option("--total-gpus", min=1, help="GPUs to use; CPU slots where there are none.")
+        int | None,
+        typer.Option("--total-gpus", min=1, help="Number of GPUs to use; of CPU slots if there are no GPUs."),
     ] = None,
     cluster: Annotated[
         str,
@@ -39,25 +40,26 @@ def run(
         str, typer.Option("--method", help="Method of scheduling: cp-sat, milp, lpt, sjf, fifo.")
     ] = "cp-sat",
     quotas: Annotated[
-        list[str] | None, typer.Option("--quota", metavar="TENANT=GPUS", help="Most GPUs of a tenant at a time.")
+        list[str] | None,
+        typer.Option("--quota", metavar="TENANT=GPUS", help="Maximum number of GPUs that a tenant uses at a time."),
     ] = None,
     share_executor: Annotated[
         bool,
         typer.Option(
             "--share-executor/--no-share-executor",
-            help="Whether tasks on one base model may be trained in one process, where all are done sooner.",
+            help="Whether tasks on one base model may be trained in one process, if all are done sooner that way.",
         ),
     ] = True,
     wait_for_tasks: Annotated[
         bool,
         typer.Option(
             "--wait-for-tasks",
-            help="Keep running when all tasks have ended, for those of alto submit; end it with alto drain.",
+            help="Keep running when all tasks have ended, to accept tasks of alto submit; end it with alto drain.",
         ),
     ] = False,
     trust_remote_code: Annotated[
         bool,
-        typer.Option("--trust-remote-code", help="Allow the Python code of base models to tasks of alto submit, too."),
+        typer.Option("--trust-remote-code", help="Allow the Python code of base models for tasks of alto submit too."),
     ] = False,
     output_dir: OutputDir = Path("runs"),
     overrides: Overrides = None,

@@ -45,7 +45,11 @@ def simulate(
         typer.Option("--method", help="Method of scheduling: cp-sat, milp, lpt, sjf, fifo; by default several."),
     ] = None,
     finish_within: Annotated[
-        str | None, typer.Option("--finish-within", help="Find the fewest nodes that end in this time, such as 24h.")
+        str | None,
+        typer.Option(
+            "--finish-within",
+            help="Find the smallest number of nodes on which all tasks end in this time, such as 24h.",
+        ),
     ] = None,
     html: Annotated[Path | None, typer.Option("--html", help="Write a Gantt picture of the best outcome.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON and nothing else.")] = False,
@@ -132,7 +136,7 @@ def _usual_methods(simulation: Simulation) -> list[str]:
     if num_tasks > MAX_SOLVED:
         return methods
     if find_spec("ortools") is None:
-        typer.echo('note: cp-sat is left out, it needs ortools: pip install "alto-lora[scheduler]"', err=True)
+        typer.echo('note: cp-sat is left out because it needs ortools: pip install "alto-lora[scheduler]"', err=True)
         return methods
     return [*methods, "cp-sat"]
 
@@ -171,4 +175,4 @@ def _table(outcomes: list[SimulationOutcome]) -> Table:
 def _notes(outcomes: list[SimulationOutcome]) -> list[str]:
     """Return notes on the methods whose plans were partly made by another method."""
     helped = {found.method: found.planner for found in outcomes if found.planner != found.method}
-    return [f"{method}: planned by {planner} where many tasks wait or run" for method, planner in helped.items()]
+    return [f"{method}: planned by {planner} if many tasks wait or run" for method, planner in helped.items()]

@@ -29,7 +29,10 @@ def tune(
     overrides: Overrides = None,
     packing_from: Annotated[
         Path | None,
-        typer.Option(help="A run directory of the same task: pack jobs as it did, for results equal to the last bit."),
+        typer.Option(
+            help="Run directory of the same task: pack jobs as that run did, for results that are equal to the last "
+            "bit."
+        ),
     ] = None,
     as_json: AsJson = False,
     quiet: Quiet = False,

@@ -49,7 +49,7 @@ def _raw_row(read: Callable[[], Mapping[str, Any]], where: str) -> RawRow:
         fault = RowFault(FaultKind.NOT_UTF8, f"expected UTF-8 text, found {error}; write the file again")
     except (ValueError, OverflowError) as error:  # a date beyond the year 9999, an unknown time zone
         reason = (
-            f"expected values that Python can hold, found one that it cannot ({quoted(str(error))}); leave its "
+            f"expected values that Python can hold, found one that it cannot hold ({quoted(str(error))}); leave its "
             "column out"
         )
         fault = RowFault(FaultKind.UNREADABLE, reason)
@@ -149,7 +149,7 @@ def _missing(what: str) -> UnsupportedError:
 def _unknown(name: str, key: str, error: Exception) -> DataFileNotFoundError:
     return DataFileNotFoundError(
         f"{key}: expected a dataset of the hub, found none under {name} ({_first_line(error)}); check the spelling, "
-        "and log in with `hf auth login` where it is private or gated"
+        "and log in with `hf auth login` if it is private or gated"
     )
 
 

@@ -74,7 +74,7 @@ def read_task_rows(task: Task, *, head: HeadStore | None = None) -> ReadRows:
 
 
 def _warn(error: Exception) -> None:
-    warnings.warn(f"The tokens are in memory, and made anew at every start: {error}", stacklevel=3)
+    warnings.warn(f"The tokens are held in memory, and computed again at every start: {error}", stacklevel=3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

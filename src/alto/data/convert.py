@@ -85,7 +85,7 @@ def to_labelled_text(row: RawRow, layout: Layout, labels: LabelReader) -> Labell
         texts = [fields.text(role) for role in ("text", "text_pair") if layout.column(role) is not None]
         text = texts[0]
     if any(not one.strip() for one in texts):
-        raise fields.wrong("a text", texts, FaultKind.EMPTY_REPLY)
+        raise fields.wrong("a text that is not empty", texts, FaultKind.EMPTY_REPLY)
     try:
         label = labels.read(fields.get("label"))
     except LabelError as error:
@@ -141,7 +141,7 @@ class _Fields:
             value.encode()
         except UnicodeEncodeError as error:
             part = value[max(0, error.start - 20) : error.start + 20]
-            raise self.wrong(f"{what} to be a text of whole characters", part, FaultKind.NOT_UTF8) from None
+            raise self.wrong(f"{what} to be a text without broken characters", part, FaultKind.NOT_UTF8) from None
         return value
 
     def turns_or_text(self, role: str, speaker: str) -> list[Message]:
@@ -277,8 +277,8 @@ def _preference(fields: _Fields) -> _Conversations:
         if fields.layout.column("prompt") is None:
             reason = (
                 "expected a column with the prompt beside chosen and rejected replies, found "
-                f"{listed(fields.row.values)}; name it with columns: {{prompt: <its column>}}, or, where both are "
-                "texts that begin with the prompt, join them as they are with dataset_format: raw_preference"
+                f"{listed(fields.row.values)}; name it with columns: {{prompt: <its column>}}, or, if both are "
+                "texts that begin with the prompt, join them unchanged with dataset_format: raw_preference"
             )
             raise RowError(fields.row.where, RowFault(FaultKind.NO_COLUMNS, reason))
         raise fields.wrong("a prompt beside chosen and rejected replies", list(fields.row.values))

@@ -339,10 +339,10 @@ class Encoder:
                 calls = [turn for turn in conversation if turn.is_trained and name == "tool_calls"]
                 bare = next((turn for turn in calls if not turn.content.strip() and name in turn.other_keys()), None)
                 if bare is not None:
-                    found = "none, so that nothing shows" if self._template is None else "that this one does not show"
+                    found = "no template to show" if self._template is None else "one that does not show"
                     raise ConversationError(
                         f"expected a chat template that shows calls of tools, found {found} "
-                        f"{quoted(bare.other_keys()[name])}: of this reply only the end would be trained; "
+                        f"{quoted(bare.other_keys()[name])}, so that only the end of this reply would be trained; "
                         f"{tools_remedy(self._tokenizer)}"
                     )
 

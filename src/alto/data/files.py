@@ -62,8 +62,8 @@ def _rows(path: Path, key: str) -> Iterator[RawRow]:
             yield from parquet_rows(path)
         elif ending is None:
             raise DataFormatError(
-                f"{key}: expected a file ending in {', '.join(FILE_ENDINGS)} (or in .gz after one of the first ones), "
-                f"found {path.name}; convert or rename it"
+                f"{key}: expected a file ending in {', '.join(FILE_ENDINGS)} (all but the last may be followed by "
+                f".gz), found {path.name}; convert or rename it"
             )
         else:
             with _open(path) as lines:
@@ -113,7 +113,7 @@ def _text_fault(text: str) -> RowFault | None:
         text.encode()
     except UnicodeEncodeError as error:
         place = quoted(text[max(0, error.start - 20) : error.start + 20])
-        reason = f"expected UTF-8 text, found other bytes in {place}; save it as UTF-8"
+        reason = f"expected UTF-8 text, found invalid bytes in {place}; save it as UTF-8"
         return RowFault(FaultKind.NOT_UTF8, reason)
     return None
 
@@ -125,7 +125,7 @@ def _json_lines(lines: IO[str], path: str) -> Iterator[RawRow]:
         if fault is not None:
             yield RawRow(where, {}, fault)
         elif line.strip():
-            parsed = _parse(line.strip(), "one JSON object a line", "write every row on one line")
+            parsed = _parse(line.strip(), "one JSON object per line", "write every row on one line")
             yield RawRow(where, {}, parsed) if isinstance(parsed, RowFault) else _row(parsed, where)
 
 
@@ -135,7 +135,7 @@ def _json(lines: IO[str], path: str) -> Iterator[RawRow]:
     if fault is None and not text.strip():
         return
     value = fault or _parse(
-        text, "a JSON list of rows", "correct the file; rows on lines of their own belong in a .jsonl"
+        text, "a JSON list of rows", "correct the file; rows on separate lines belong in a .jsonl file"
     )
     if isinstance(value, RowFault):
         raise DataFormatError(f"{path}: {value.reason}")

@@ -152,7 +152,7 @@ class Layout:
             return None
         reason = (
             f"expected the columns of the other rows, {self}, found {listed(row.values)}; add what is missing, or put "
-            "rows of another form into a file of their own"
+            "rows of a different form into a separate file"
         )
         return RowFault(FaultKind.NO_COLUMNS, reason)
 
@@ -203,7 +203,7 @@ def find_layout(
     if not candidates:
         raise DataFormatError(
             f"columns: expected roles of {'one form' if form == 'auto' else f'the form {form}'}, found "
-            f"{listed(columns)}; remove those that do not belong"
+            f"{listed(columns)}; remove the roles that do not belong to it"
         )
     first_with: dict[tuple[str, ...], RawRow] = {}
     counts: Counter[tuple[str, ...]] = Counter()
@@ -239,7 +239,8 @@ def find_layout(
     common = [layout for layout in common if layout.misfit(first) is None]
     if len(common) > 1:
         raise DataFormatError(
-            f"{first.where}: expected columns of one form, found those of {_either(common, ' and ')}; {_choose(common)}"
+            f"{first.where}: expected columns of one form, found the columns of {_either(common, ' and ')}; "
+            f"{_choose(common)}"
         )
     return _completed(common[0], rows, {name for names in counts for name in names}, form, columns)
 

@@ -54,7 +54,7 @@ def file_digest(path: Path, folder: Path) -> str:
 def changed(path: Path | str) -> DataError:
     """Return the error for a file that has changed between two reads."""
     return DataError(
-        f"expected rows that nobody changes while they are tokenised, found that {path} has changed; start again when "
+        f"expected rows that do not change while they are tokenised, found that {path} has changed; start again when "
         "it is complete"
     )
 
@@ -115,8 +115,8 @@ def tokenizer_digest(tokenizer: Any) -> str:
             tokenizer.save_pretrained(folder)
         except Exception as error:  # a tokenizer's own code may raise anything
             raise UnsupportedError(
-                f"token_cache: expected a tokenizer that can be saved, so that its tokens are known again, found "
-                f"{type(tokenizer).__name__} ({error!s:.200}); write token_cache: memory"
+                f"token_cache: expected a tokenizer that can be saved, so that its cached tokens can be found again, "
+                f"found {type(tokenizer).__name__} ({error!s:.200}); write token_cache: memory"
             ) from error
         for file in sorted(Path(folder).rglob("*")):
             if file.is_file():

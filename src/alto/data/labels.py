@@ -144,7 +144,7 @@ def _numbered_names(numbers: Sequence[float], keys: DataKeys, key: str) -> tuple
     if keys.num_labels is None and indices != list(range(count)):
         raise DataFormatError(
             f"{key}: expected labels that are all the numbers from 0 to one less than their count, found "
-            f"{listed(map(str, indices))}; give num_labels where some do not occur in the rows, or write names"
+            f"{listed(map(str, indices))}; set num_labels if some do not occur in the rows, or write names"
         )
     return _checked(_default_names(count), keys, key)
 
@@ -158,7 +158,7 @@ def _checked(names: tuple[str, ...], keys: DataKeys, key: str) -> tuple[str, ...
     if keys.num_labels is not None and keys.num_labels != len(names):
         raise DataFormatError(
             f"{key}: expected num_labels, {keys.num_labels}, to be the number of different labels, found "
-            f"{len(names)}: {listed(names)}; name all labels with id2label where some do not occur in the rows"
+            f"{len(names)}: {listed(names)}; name all labels with id2label if some do not occur in the rows"
         )
     return names
 

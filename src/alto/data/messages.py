@@ -103,7 +103,7 @@ def read_tools(tools: Any, functions: Any, wrong: Wrong) -> list[Any]:
     """
     tools, functions = (_listed(value, wrong) for value in (tools, functions))
     if tools and functions:
-        raise wrong("tools or functions, the older name of them, found both", [*tools, *functions])
+        raise wrong("only one of tools and functions, the older name of tools", [*tools, *functions])
     return tools or [{"type": "function", "function": function} for function in functions]
 
 
@@ -143,7 +143,7 @@ def _calls(given: dict[str, Any], wrong: Wrong) -> list[dict[str, Any]]:
     if isinstance(calls, str):
         calls = _parsed(calls, "tool_calls to be a list of calls, or its JSON text", wrong) if calls.strip() else None
     if older is not None and calls:
-        raise wrong("tool_calls or function_call, the older name of one, found both", [older, calls])
+        raise wrong("only one of tool_calls and function_call, the older name of a single call", [older, calls])
     if older is not None:
         calls = [older]
     if isinstance(calls, Mapping):
@@ -183,7 +183,11 @@ def _joined(parts: list[Any], wrong: Wrong) -> str:
         kind = part.get("type", "text") if isinstance(part, Mapping) else None
         text = part.get("text") if isinstance(part, Mapping) else None
         if kind not in _TEXT_PARTS or not isinstance(text, str):
-            what = f"a part of the type {kind}" if isinstance(kind, str) and kind not in _TEXT_PARTS else "another part"
+            what = (
+                f"a part of the type {kind}"
+                if isinstance(kind, str) and kind not in _TEXT_PARTS
+                else "a part without text"
+            )
             raise wrong(f"content of text, not {what}: only text models are trained", part)
         texts.append(text)
     return "".join(texts)
@@ -201,4 +205,4 @@ def _check_whole(text: str, what: str, wrong: Wrong) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         part = text[max(0, error.start - 20) : error.start + 20]
-        raise wrong(f"{what} to be a text of whole characters", part, FaultKind.NOT_UTF8) from None
+        raise wrong(f"{what} to be a text without broken characters", part, FaultKind.NOT_UTF8) from None

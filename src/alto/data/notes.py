@@ -51,7 +51,7 @@ def mixture_notes(train: EncodedDataset, validation: EncodedDataset) -> list[str
         return []
     of_validation = dict(validation.sources)
     sources = ", ".join(
-        f"{name} ({count:,} rows" + (f", {of_validation[name]:,} to validate)" if name in of_validation else ")")
+        f"{name} ({count:,} rows" + (f", {of_validation[name]:,} for validation)" if name in of_validation else ")")
         for name, count in train.sources
     )
     return [f"A mixture of {sources}. An epoch has {len(train):,} rows, drawn by the weights of each job."]
@@ -77,7 +77,7 @@ def label_notes(train: EncodedDataset, validation: EncodedDataset) -> list[str]:
 
 
 def _number_notes(train: EncodedDataset, validation: EncodedDataset) -> list[str]:
-    effects = {"training": "there is nothing to learn in it", "validation": "pearson, the correlation, has no value"}
+    effects = {"training": "there is nothing to learn", "validation": "pearson, the correlation, is undefined"}
     notes = []
     for (what, effect), dataset in zip(effects.items(), (train, validation), strict=True):
         assert dataset.label_set is not None
@@ -86,7 +86,7 @@ def _number_notes(train: EncodedDataset, validation: EncodedDataset) -> list[str
         outputs = zip(dataset.label_set.names, zip(*rows, strict=True), strict=True)
         equal = [name for name, numbers in outputs if len(set(numbers)) == 1]
         if equal:
-            notes.append(f"All {what} rows have the same number as {listed(equal)}: {effect}.")
+            notes.append(f"All {what} rows have the same value of {listed(equal)}: {effect}.")
     return notes
 
 
@@ -120,7 +120,7 @@ def unread_notes(columns: Mapping[str, int], unread: Sequence[Unread], tokenizer
     if columns:
         label = next((name for name in ("label", "labels") if name in columns), None)
         is_text = form in ("text", "messages", "sharegpt")
-        way = f"; set method: classification (of numbers: regression) if {label} is to be learned"
+        way = f"; set method: classification (for numbers: regression) if {label} is to be learned"
         listed = ", ".join(f"{quoted(name)[1:-1]} (in {_counted(count, 'row')})" for name, count in columns.items())
         notes.append(
             f"Columns that nothing reads: {listed}; assign one to a role with columns if it should be read"
@@ -137,12 +137,12 @@ def _unread(unread: Unread) -> str:
     kind, _, of_kind = unread.what.partition(": ")
     of = f"{unread.count:,} of {unread.total:,}"
     if unread.what == PARALLEL_CALLS:
-        return f"all calls but the first of a turn (of {of} turns with several)"
+        return f"all calls of a turn except the first (in {of} turns with several calls)"
     if kind == "row" and of_kind:
-        return f"{quoted(of_kind)[1:-1]} (of {of} rows)"
+        return f"{quoted(of_kind)[1:-1]} (in {of} rows)"
     if kind == "role" and of_kind:
         return f"the text of turns of the role {quoted(of_kind)[1:-1]} ({of} turns)"
-    return f"{quoted(unread.what)[1:-1]} (of {of} messages)"
+    return f"{quoted(unread.what)[1:-1]} (in {of} messages)"
 
 
 def tokenizer_notes(tokenizer: Any, conversations: Iterable[Conversation]) -> list[str]:
@@ -162,14 +162,14 @@ def tokenizer_notes(tokenizer: Any, conversations: Iterable[Conversation]) -> li
                 "that the model would never learn to stop; set eos_token in its tokenizer_config.json"
             )
         notes.append(
-            f"The tokenizer names no EOS token: replies end with the template's {quoted(end)}; name it as the stop "
-            "text where the adapter is served."
+            f"The tokenizer names no EOS token: replies end with the template's {quoted(end)}; use it as the stop "
+            "text when you serve the adapter."
         )
     if is_conversation and not has_template:
         notes.append(
-            "The tokenizer has no chat template: a prompt is given as plain text with a line break after it, and "
-            "the adapter expects the same where it is served; dataset_format: raw_prompt_completion (of pairs: "
-            "raw_preference) adds nothing."
+            "The tokenizer has no chat template: a prompt is plain text followed by a line break, and the "
+            "adapter expects the same when it is served; dataset_format: raw_prompt_completion (for pairs: "
+            "raw_preference) adds no line break."
         )
     return notes
 
@@ -202,7 +202,7 @@ def encoding_notes(dataset: EncodedDataset, what: str, limit: RowLimit) -> list[
     if dataset.is_paired:
         reasons = (
             (num_cut_off, f"no part in which the replies differ is within {limit.name}"),
-            (dataset.num_masked, "a reply is empty, or only shown"),
+            (dataset.num_masked, "a reply is empty, or is not to be trained"),
             (dataset.num_alike, "chosen and rejected are the same"),
         )
     notes += [f"{_counted(count, row)} of {total} left out: {reason}." for count, reason in reasons if count]

@@ -111,9 +111,9 @@ def _encode_conversation(conversation: Conversation, encoder: Encoder) -> Encode
     rows = encoder.rows(conversation)
     if len(rows) > 1:
         raise ConversationError(
-            f"expected one reply where the conversations of a pair first differ, found {len(rows)} in the one "
-            f"that begins {quoted(conversation[0].content)}, and the model's chat template rewrites earlier replies; "
-            "make the last one the reply, and the others part of the prompt"
+            f"expected one reply where the conversations of a pair first differ, found {len(rows)} in the conversation "
+            f"that begins with {quoted(conversation[0].content)}, and the model's chat template rewrites earlier "
+            "replies; make the last one the reply, and the others part of the prompt"
         )
     return rows[0]
 

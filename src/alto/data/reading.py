@@ -283,8 +283,8 @@ def _own_heldout_rows(task: Task) -> HeldoutRows:
         name, rows = f"{task.dataset_name} (validation rows)", own.validation
     else:
         raise DataError(
-            "dataset: expected rows that were not trained, found a refit, which has trained the validation rows too; "
-            "name others with --dataset"
+            "dataset: expected rows that the adapter was not trained on, found a refit, which was also trained on the "
+            "validation rows; name other rows with --dataset"
         )
     return HeldoutRows(
         name=name,

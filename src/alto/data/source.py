@@ -135,7 +135,7 @@ def _file(path: Path, name: str, key: str, task: DataKeys | None) -> Source:
         )
     if not path.is_file():
         raise DataFileNotFoundError(
-            f"{key}: expected a file, found the folder {path}; name a file in it, or, where a hub dataset is meant, "
+            f"{key}: expected a file, found the folder {path}; name a file in it, or, if a hub dataset is meant, "
             "start ALTO in another folder"
         )
     for field in ("dataset_config", "dataset_train_split", "dataset_test_split"):
@@ -161,7 +161,9 @@ def _split(splits: Mapping[str, HubRows], split: str, key: str, name: str) -> Hu
             f"{key}: expected a split of {name} ({listed(splits)}), found {split!r}; set the key to one of them"
         )
     if not len(splits[split]):
-        raise DataError(f"{key}: expected at least one row, found none in the split {split} of {name}; name another")
+        raise DataError(
+            f"{key}: expected at least one row, found none in the split {split} of {name}; name a different split"
+        )
     return splits[split]
 
 

@@ -201,7 +201,7 @@ def encode_rows(
         writer: Receives the tokenised rows; None keeps them in memory. Labelled texts are always in memory.
     """
     if rows and isinstance(rows[0], LabelledText):
-        assert labels is not None, "texts with labels come with what labels there are"
+        assert labels is not None, "labelled texts need the set of labels"
         texts = cast(Sequence[LabelledText], rows)
         return encode_labelled_texts(texts, labels, tokenizer, max_length, what, limits=limits, on_bad_row=on_bad_row)
     how: dict[str, Any] = {"limits": limits, "on_bad_row": on_bad_row, "writer": writer}

@@ -208,8 +208,8 @@ def _open(entry: Path) -> tuple[_StoredData, TaskData]:
     stored = _CODEC.validate_json((entry / _FACTS).read_bytes())
     train, validation, *test = (_dataset(entry, split) for split in stored.splits)
     note = (
-        f"The tokens of the data are read from disk ({stored.num_bytes / 1e6:,.0f} MB in {entry}), not held in memory: "
-        "token_cache."
+        f"The tokens of the data are read from disk ({stored.num_bytes / 1e6:,.0f} MB in {entry}), not held in memory "
+        "(token_cache)."
     )
     return stored, TaskData(
         train=train,

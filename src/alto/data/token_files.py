@@ -170,7 +170,7 @@ def check_files(folder: Path, facts: FileFacts) -> None:
         with (folder / name).open("rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
             if (os.fstat(file.fileno()).st_size, found) != (num_bytes, digest):
-                raise ValueError(f"{name} is not as it was written")
+                raise ValueError(f"{name} differs from what was written")
 
 
 class _MappedFile:

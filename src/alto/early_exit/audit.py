@@ -94,7 +94,7 @@ def selection_of(entries: Iterable[JournalEntry]) -> Selection:
         except (RunError, KeyError, TypeError, ValueError) as error:
             raise RunError(
                 f"Journal, event {entry.seq} ({entry.name}): {error}"
-                " If the journal is intact, another version of ALTO wrote it."
+                " If the journal is intact, a different version of ALTO wrote it."
             ) from error
     return selection
 

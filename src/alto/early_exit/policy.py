@@ -118,8 +118,8 @@ def _verdict(rule: Rule, history: Sequence[LossPoint]) -> ExitDecision | None:
         )
     if (verdict.job, verdict.step, verdict.reason) != (last.job, last.step, rule.reason):
         raise UnsupportedError(
-            f"{name}: expected a verdict on {last.job} at step {last.step} with reason {rule.reason!r}, found one on "
-            f"{verdict.job} at step {verdict.step} with {verdict.reason!r}; correct the rule"
+            f"{name}: expected a verdict on {last.job} at step {last.step} with reason {rule.reason!r}, found a "
+            f"verdict on {verdict.job} at step {verdict.step} with {verdict.reason!r}; correct the rule"
         )
     wrong = _no_number_in(verdict.evidence)
     if wrong:

@@ -87,12 +87,12 @@ def rung_notes(rungs: Sequence[Rung], lr_warmup_shares: Iterable[float] = ()) ->
     rises = f"The learning rate of a job rises for {100 * longest:.3g} % of its steps"
     if first == earliest:
         return (
-            f"{rises}, so no job ends as underperforming before {100 * first:.3g} %; shorten warmup_steps or "
-            "warmup_ratio of the jobs where it is the longest, or set early_exit.rungs, to save more.",
+            f"{rises}, so no job ends as underperforming before {100 * first:.3g} %; to save more, shorten "
+            "warmup_steps or warmup_ratio of the jobs with the longest warmup, or set early_exit.rungs.",
         )
     return (
-        f"{rises}, and the rung at {100 * first:.3g} % ranks it before a quarter of that; use a later rung, or give "
-        "all jobs the same rise.",
+        f"{rises}, and the rung at {100 * first:.3g} % ranks it before a quarter of this warmup; use a later rung, or "
+        "give all jobs the same warmup.",
     )
 
 

@@ -78,7 +78,7 @@ class RecordedJob:
             )
         if short := [name for name, values in self.metrics.items() if len(values) != len(steps)]:
             raise RunError(
-                f"Recording, job {self.job}: expected {', '.join(short)} of each of {len(steps)} evaluations, found"
+                f"Recording, job {self.job}: expected {', '.join(short)} for each of {len(steps)} evaluations, found"
                 f" {', '.join(str(len(self.metrics[name])) for name in short)} values. Record the run again."
             )
         reached_end = len(self.train_losses) == self.total_steps and bool(steps) and steps[-1] == self.total_steps
@@ -87,7 +87,7 @@ class RecordedJob:
             raise RunError(
                 f"Recording, job {self.job}: expected every step up to {self.total_steps} and an evaluation at the"
                 f" last, found {len(self.train_losses)} steps and the last evaluation at {steps[-1] if steps else 0}."
-                " Record a run whose early_exit.enabled is false, to its end."
+                " Record a run with early_exit.enabled: false, up to its end."
             )
 
     @property
@@ -200,7 +200,7 @@ class Recording:
             )
         except (KeyError, TypeError, ValueError) as error:
             raise RunError(
-                f"{path}: expected a recording of version {VERSION}, found one that lacks or misspells {error}."
+                f"{path}: expected a recording of version {VERSION}, found a document that lacks or misspells {error}."
                 " Record the run again."
             ) from error
 
@@ -249,8 +249,8 @@ def _check_budget(planned: JobDescription, num_samples: int) -> None:
         raise RunError(
             f"Journal, job {planned.job}: expected a budget of {planned.samples_budgeted} rows, found {num_samples}"
             f" from its {planned.total_steps} steps, so a recording would misstate savings."
-            " Steps must hold per_device_train_batch_size × gradient_accumulation_steps rows, the last of an epoch what"
-            " is left."
+            " Each step must hold per_device_train_batch_size × gradient_accumulation_steps rows; the last step of an"
+            " epoch holds the remaining rows."
         )
 
 
@@ -327,12 +327,12 @@ def _document_at(path: Path) -> Mapping[str, Any]:
         ) from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise RunError(
-            f'{path}: expected a document of format "{FORMAT}", found another. Give the path of a recording.'
+            f'{path}: expected a document of format "{FORMAT}", found a different format. Give the path of a recording.'
         )
     if document.get("version") != VERSION:
         raise RunError(
             f"{path}: expected a recording of version {VERSION}, found {document.get('version')}."
-            " Read it with the ALTO that wrote it, or update."
+            " Read it with the version of ALTO that wrote it, or update ALTO."
         )
     return document
 

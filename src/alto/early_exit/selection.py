@@ -119,7 +119,7 @@ class Selection:
     def observe_base(self, job: str, start: StartValue) -> None:
         """Observe the evaluation of ``job`` before its first step; call it before any other evaluation of the job."""
         track = self._tracks[job]
-        _require(not track.history, f"the base's validation before the first of {job}, found it after one")
+        _require(not track.history, f"the evaluation of the base before all evaluations of {job}, found it after one")
         track.start = start
 
     def observe(
@@ -163,7 +163,7 @@ class Selection:
         """Observe that ``job``, which is never evaluated because there are no validation rows, has done all steps."""
         track = self._tracks[job]
         _require(track.trains, f"{job} to train, found that it has ended")
-        _require(not track.history, f"{job} to have no evaluation, found some: the last of them finishes it")
+        _require(not track.history, f"{job} to have no evaluations, found some: the last evaluation finishes the job")
         _require(track.ema.count == track.total_steps, f"all steps of {job}, found {track.ema.count} of them")
         self._num_changes += 1
         track.finished = True
@@ -171,7 +171,7 @@ class Selection:
     def observe_measured(self, job: str, validation_loss: float, loss_rows: Sequence[float]) -> None:
         """Observe the best checkpoint of ``job`` on more rows, after all jobs have ended; measured jobs come before all
         others in the final ranking."""
-        _require(not self.training, "all jobs to have ended, found that some train")
+        _require(not self.training, "all jobs to have ended, found that some still train")
         best = self._tracks[job].best
         assert best is not None, f"{job} was evaluated"
         self._tracks[job].best = replace(best, validation_loss=validation_loss, loss_rows=tuple(loss_rows))
@@ -200,7 +200,7 @@ class Selection:
             catches_up: Whether no rung waits for it until it has reached that rung. A rung that was decided before
                 ranks it alone, as soon as it gets there, among all jobs that were ever ranked at that rung.
         """
-        _require(job not in self._tracks, f"a new job, found that {job} is there already")
+        _require(job not in self._tracks, f"a new job, found that {job} already exists")
         self._num_changes += 1
         late_rung = 0 if catches_up else None
         self._tracks[job] = JobTrack(total_steps, Ema(self._ema_alpha), loss_scale=loss_scale, late_rung=late_rung)
@@ -210,7 +210,7 @@ class Selection:
 
         Everything observed of ``origin`` counts for both, but the new job competes in the end with its own
         evaluations."""
-        _require(job not in self._tracks, f"a new job, found that {job} is there already")
+        _require(job not in self._tracks, f"a new job, found that {job} already exists")
         _require(self._tracks[origin].trains, f"{origin} to train, found that it has ended")
         self._num_changes += 1
         self._tracks[job] = self._tracks[origin].forked(job)
@@ -223,7 +223,7 @@ class Selection:
         assert track.decision is not None
         _require(
             all(map(math.isfinite, track.decision.evidence.values())),
-            f"{job} to have finite losses, found that it ended with one that is not, so it cannot be resumed",
+            f"{job} to have finite losses, found that it ended with a loss that is not finite, so it cannot be resumed",
         )
         self._num_changes += 1
         track.reopen()

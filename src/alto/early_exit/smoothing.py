@@ -27,7 +27,8 @@ class Ema:
     def __post_init__(self) -> None:
         if not 0.0 < self.alpha <= 1.0:
             raise SpecError(
-                f"ema_alpha: expected a weight in (0, 1], found {self.alpha}. Take 1 for no smoothing, less for more."
+                f"ema_alpha: expected a weight in (0, 1], found {self.alpha}. Use 1 for no smoothing, a "
+                "smaller value for more smoothing."
             )
 
     def update(self, loss: float) -> float:

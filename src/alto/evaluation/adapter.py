@@ -1,4 +1,4 @@
-"""Adapters from folders on one base, unmerged, as PEFT adds each."""
+"""Saved adapters loaded together onto one base model, without merging."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["loaded_adapters"]
 
 @contextlib.contextmanager
 def loaded_adapters(backbone: Backbone, adapters: Sequence[SavedAdapter | None], base: str) -> Iterator[ServedAdapters]:
-    """Put ``adapters`` on ``backbone`` while the context lasts, one per slot; None is the base alone.
+    """Load ``adapters`` onto ``backbone`` inside the context, one per slot; None means the base model alone.
 
     Args:
-        base: The name of the base model, for messages.
+        base: Name of the base model in error messages.
 
     Raises:
         TargetModuleError: An adapter does not fit the model.

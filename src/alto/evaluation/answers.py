@@ -1,4 +1,4 @@
-"""The final answer of a worked solution, as GSM8K writes it: ``#### N`` in the solution's last line."""
+"""The final answer of a worked solution in GSM8K's format: ``#### N`` on the last line."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _THOUSANDS_COMMA = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 
 
 def final_answer(text: str) -> str | None:
-    """The text after the last ``####`` of ``text`` on its line; None where there is none.
+    """Return the rest of the line after the last ``####`` in ``text``; None if there is none.
 
-    Thousands commas, dollar signs, spaces around and one full stop at the end do not count; all else does, so that
-    ``18.0`` and ``18 eggs`` are not ``18``.
+    Thousands separators, dollar signs, surrounding spaces and one final period are removed. Everything else is kept:
+    ``18.0`` and ``18 eggs`` differ from ``18``.
     """
     _, mark, rest = text.rpartition(_MARK)
     if not mark:
@@ -28,12 +28,12 @@ def final_answer(text: str) -> str | None:
 
 
 def final_number(text: str) -> str | None:
-    """The final answer of ``text`` where it is a number, as it is written: ``18.0`` is not ``18``."""
+    """Return the final answer of ``text`` as written (``18.0`` differs from ``18``); None if it is not a number."""
     answer = final_answer(text)
     return answer if answer is not None and _NUMBER.fullmatch(answer) else None
 
 
 def reply_position(conversation: Conversation) -> int | None:
-    """The index of the last trained reply, which is the reference. None where a row is plain text."""
+    """Return the index of the last trained reply, which is the reference; None if the row is plain text."""
     replies = [at for at, message in enumerate(conversation) if message.role == "assistant" and message.is_trained]
     return replies[-1] if replies else None

@@ -1,5 +1,4 @@
-"""Keys and values of the tokens so far, in preallocated buffers: a new token is written without copying those before
-it."""
+"""A key-value cache in preallocated buffers: adding a token does not copy the earlier tokens."""
 
 from __future__ import annotations
 
@@ -17,27 +16,30 @@ _GROWTH = 1.5
 
 
 def roomy_cache(config: PreTrainedConfig) -> DynamicCache:
-    """A cache for a model with ``config``; layers with a sliding window keep transformers' own way."""
+    """Return a cache for a model with ``config``; sliding-window layers keep the cache of transformers."""
     cache = DynamicCache(config=config)
     cache.layers = [_RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
 
 
 def cache_argument(model: nn.Module) -> str:
-    """Name of the argument by which ``model`` takes a cache: ``cache`` since transformers 5.24, ``past_key_values``
-    before it and in models with code of their own."""
+    """Return the name of the argument through which ``model`` takes a cache.
+
+    It is ``cache`` since transformers 5.24, and ``past_key_values`` in earlier versions and in models with custom code.
+    """
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 class _RoomyLayer(DynamicLayer):
-    """One layer's; ``keys`` and ``values``, ``[rows, heads, tokens, head size]``, are views of larger buffers."""
+    """The cache of one layer; ``keys`` and ``values``, ``[rows, heads, tokens, head size]``, are views of larger
+    buffers."""
 
     def __init__(self) -> None:
         super().__init__()
         self._rooms: tuple[Tensor, ...] = ()
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Add tokens; returns all."""
+        """Add tokens, and return the keys and values of all tokens."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         new, first = (key_states, value_states), self.get_seq_length()
@@ -50,7 +52,7 @@ class _RoomyLayer(DynamicLayer):
         return self._known()
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only some rows."""
+        """Keep only the rows in ``indices``."""
         if not self._rooms:
             return
         self._rooms = tuple(room.index_select(0, indices) for room in self._rooms)
@@ -66,7 +68,7 @@ class _RoomyLayer(DynamicLayer):
 
 
 def _with_room(known: Tensor, new: Tensor) -> Tensor:
-    """``known``, in a buffer that also holds ``new`` and has space for more."""
+    """Return a buffer that starts with ``known``, and has room for ``new`` and further tokens."""
     num_tokens = (known.shape[2] if known.numel() else 0) + new.shape[2]
     rows, heads, _, size = new.shape
     room = torch.empty(rows, heads, int(num_tokens * _GROWTH) + 1, size, dtype=new.dtype, device=new.device)

@@ -1,4 +1,4 @@
-"""Multiple choice: whether a row's own reply is the most likely of a few."""
+"""Multiple-choice scoring: checks whether a row's own reply is the most likely of several options."""
 
 from __future__ import annotations
 
@@ -19,40 +19,39 @@ from alto.lora import ServedAdapters
 __all__ = ["MAX_OPTIONS", "Choices", "options_of"]
 
 MAX_OPTIONS = 26
-"""Most distinct replies among which is chosen."""
+"""Maximum number of distinct replies to choose from."""
 
 _MAX_TOKENS = 8192
-"""Tokens of a forward pass at first; halved each time that memory runs out."""
+"""Initial number of tokens in a forward pass; halved whenever memory runs out."""
 
 
 def options_of(rows: Sequence[Conversation]) -> tuple[str, ...]:
-    """The distinct replies of ``rows``, in alphabetical order.
+    """Return the distinct replies of ``rows``, in alphabetical order.
 
     Raises:
-        DataError: There are not between 2 and 26.
+        DataError: There are fewer than 2, or more than 26, distinct replies.
     """
     options = sorted({_reply(row).content for row in rows})
     if not 2 <= len(options) <= MAX_OPTIONS:
         raise DataError(
-            f"expected validation rows with 2 to {MAX_OPTIONS} distinct replies, among which is chosen, found "
+            f"expected validation rows with 2 to {MAX_OPTIONS} distinct replies to choose from, found "
             f"{len(options)} in {len(rows)} rows; use another scorer, or other rows"
         )
     return tuple(options)
 
 
 class Choices:
-    """Compares the likelihoods of all options as the reply to every row; nothing is generated.
+    """A scorer that compares the likelihoods of all options as the reply to each row; it generates nothing.
 
-    The likelihood of an option is that of all its tokens and of the token that ends the reply. Of options that are
-    equally likely, the first in the order of ``options`` counts.
+    The likelihood of an option covers all its tokens and the token that ends the reply. If several options are equally
+    likely, the first one in ``options`` wins.
 
     Args:
         rows: Rows with a reply.
-        options: Of all rows together; each row's reply is one of them.
-        backbone: The base.
+        options: Options for all rows; every row's own reply is one of them.
 
     Raises:
-        DataError: A row has no prompt, or is longer than the model's positions with an option.
+        DataError: A row has no prompt, or a row with one of the options does not fit into the model's positions.
     """
 
     def __init__(self, rows: Sequence[Conversation], options: Sequence[str], backbone: Backbone) -> None:
@@ -72,15 +71,14 @@ class Choices:
         self._backbone = backbone
 
     def scores(self, served: ServedAdapters, names: Sequence[str], on_turn: OnTurn) -> list[Sequence[float]]:
-        """Of every adapter, 1 for every row whose own reply is the most likely option, else 0.
+        """Return each adapter's scores of all rows: 1 if the row's own reply is the most likely option, else 0.
 
         Args:
-            served: The adapters on the base.
-            names: What they are called in messages.
+            names: Names of the adapters in error messages.
             on_turn: Called after every forward pass.
 
         Raises:
-            DeviceMemoryError: Not even one row fits into memory.
+            DeviceMemoryError: Memory is too small for a single row.
             NoResultError: A likelihood is not a finite number.
         """
         log_probs = self._log_probs(served, names, on_turn)
@@ -120,7 +118,7 @@ def _reply(row: Conversation) -> Message:
 
 
 def _with_reply(row: Conversation, option: str) -> Conversation:
-    """``row`` up to its last reply, which is ``option``, the only turn whose likelihood counts."""
+    """Return ``row`` with ``option`` as its last reply, which is the only turn whose likelihood is computed."""
     position = reply_position(row)
     assert position is not None, "the row has a reply"
     before = (replace(turn, is_context=True) if turn.role == "assistant" else turn for turn in row[:position])

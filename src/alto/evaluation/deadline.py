@@ -1,4 +1,4 @@
-"""Waits for work that may hang, without hanging itself."""
+"""Timeouts for work that may hang."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _POLL_S = 0.05
 
 
 class TooLateError(Exception):
-    """Signal inside this package: the work was not done in time."""
+    """Raised inside this package when work is not finished in time."""
 
 
 def pause(seconds: float, on_turn: OnTurn) -> None:
-    """Do nothing for ``seconds`` but call ``on_turn`` regularly."""
+    """Wait for ``seconds``, and call ``on_turn`` regularly meanwhile."""
     end = time.monotonic() + seconds
     while (left := end - time.monotonic()) > 0:
         on_turn()
@@ -29,17 +29,17 @@ def pause(seconds: float, on_turn: OnTurn) -> None:
 
 
 def within(timeout_s: float, work: Callable[[], T], on_turn: OnTurn) -> T:
-    """The result of ``work``, done in a thread of its own. A thread that is not done in time is left behind; it does
-    not keep the process alive.
+    """Run ``work`` in its own thread, and return its result.
+
+    A thread that is not finished in time keeps running as a daemon, which does not keep the process alive.
 
     Args:
-        timeout_s: Seconds that it may take.
         work: Called once.
-        on_turn: Called before, and regularly while the work is done; what it raises is raised.
+        on_turn: Called before the work starts and regularly while it runs; its exceptions are raised from here.
 
     Raises:
-        TooLateError: It is not done in time.
-        BaseException: What ``work`` raises.
+        TooLateError: ``work`` does not finish in time.
+        BaseException: Any exception that ``work`` raises.
     """
     on_turn()
     outcome = _Outcome[T]()
@@ -53,7 +53,7 @@ def within(timeout_s: float, work: Callable[[], T], on_turn: OnTurn) -> T:
 
 
 class _Outcome(Generic[T]):
-    """What a thread's work returned or raised."""
+    """The return value or the exception of a thread's work."""
 
     def __init__(self) -> None:
         self.is_there = threading.Event()
@@ -63,7 +63,7 @@ class _Outcome(Generic[T]):
     def fill(self, work: Callable[[], T]) -> None:
         try:
             self._values.append(work())
-        except BaseException as error:  # sys.exit() in it too
+        except BaseException as error:  # includes SystemExit
             self._error = error
         finally:
             self.is_there.set()

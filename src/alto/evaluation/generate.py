@@ -1,5 +1,8 @@
-"""Greedy completions of many prompts by many adapters at once, each as its adapter would write it alone, up to the
-rounding that decides between two tokens as likely as each other."""
+"""Greedy completions of many prompts by many adapters in shared batches.
+
+Each completion equals the one that its adapter would write alone, unless rounding decides between two tokens of equal
+likelihood.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +24,23 @@ __all__ = ["check_prompts", "complete", "end_tokens", "max_positions"]
 
 
 def max_positions(backbone: Backbone) -> int | None:
-    """Largest number of tokens of a text that does not affect the others of its batch; None without such a limit."""
+    """Return the maximum number of tokens in a text; None means no limit.
+
+    The limit is the model's number of positions, or less if longer texts would depend on the rest of their batch.
+    """
     limits = (limits_of(backbone.model.config).max_positions, backbone.max_length)
     return min((limit for limit in limits if limit is not None), default=None)
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], limit: int | None) -> None:
-    """Check that every prompt is shorter than the model's positions.
+    """Check that every prompt is shorter than ``limit``.
 
     Args:
         prompts: Token ids of each prompt.
-        limit: Positions of the model; see :func:`max_positions`.
+        limit: See :func:`max_positions`.
 
     Raises:
-        DataError: One is not.
+        DataError: A prompt is too long.
     """
     for number, prompt in enumerate(prompts, start=1):
         if limit is not None and len(prompt) >= limit:
@@ -45,7 +51,8 @@ def check_prompts(prompts: Sequence[Sequence[int]], limit: int | None) -> None:
 
 
 def end_tokens(generation_config: Any, tokenizer: Any) -> frozenset[int]:
-    """Tokens that end a text: the tokenizer's EOS, which ends every trained row, and those the model names itself."""
+    """Return the tokens that end a text: the tokenizer's EOS, which ends every trained row, and the model's own EOS
+    tokens."""
     own = generation_config.eos_token_id if generation_config is not None else None
     named = own if isinstance(own, list) else [own]
     return frozenset(token for token in (*named, tokenizer.eos_token_id) if token is not None)
@@ -61,21 +68,22 @@ def complete(
     batch_size: int,
     on_done: Callable[[int], None],
 ) -> list[list[list[int]]]:
-    """Let every adapter complete every prompt: the most likely next token again and again, until a token that ends a
-    text, ``max_new_tokens`` or the model's last position.
+    """Complete every prompt with every adapter, by greedy decoding.
+
+    A text ends with an end token, after ``max_new_tokens``, or at the model's last position.
 
     Args:
         served: The adapters on ``backbone``.
         prompts: Token ids of each prompt, checked by :func:`check_prompts`.
-        batch_size: Texts generated at a time; halved each time that memory runs out.
-        on_done: Called after every forward pass with the number of texts that it finished, often 0; less than 0 where
-            memory ran out and so many are generated again.
+        batch_size: Number of texts generated at a time; halved whenever memory runs out.
+        on_done: Called after every forward pass with the number of texts that it finished, often 0. If memory runs out,
+            it is called with a negative number: finished texts that must be generated again.
 
     Returns:
-        Of every adapter, the new tokens of every prompt, without the one that ended them.
+        For each adapter, the new tokens for each prompt, without the end token.
 
     Raises:
-        DeviceMemoryError: Not even one text fits.
+        DeviceMemoryError: Memory is too small for a single text.
     """
     limit = max_positions(backbone)
     texts = [
@@ -85,7 +93,7 @@ def complete(
         ]
         for slot in range(len(served))
     ]
-    # Prompts of about one length side by side: the shorter ones are padded.
+    # Prompts of similar length share a batch, because shorter prompts are padded.
     by_length = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
     queue = [of_slot[number] for number in by_length for of_slot in texts]
     ends = end_tokens(backbone.model.generation_config, backbone.tokenizer)
@@ -110,7 +118,7 @@ def complete(
 
 @dataclass(slots=True)
 class _Text:
-    """The completion of ``prompt`` by the adapter in ``slot``: at least one token, at most ``budget``."""
+    """A completion of ``prompt`` by the adapter in ``slot``; ``budget`` is its maximum number of tokens."""
 
     slot: int
     prompt: Sequence[int]
@@ -119,21 +127,24 @@ class _Text:
     is_finished: bool = False
 
     def take(self, token: int, ends: AbstractSet[int]) -> bool:
-        """Add the next token; whether another is to follow."""
+        """Add the next token, and return whether the text needs another one."""
         if token not in ends:
             self.tokens.append(token)
         self.is_finished = token in ends or len(self.tokens) == self.budget
         return not self.is_finished
 
     def start_again(self) -> bool:
-        """Clear the generated tokens; returns whether the text was finished."""
+        """Clear the generated tokens, and return whether the text was finished."""
         self.tokens.clear()
         was_finished, self.is_finished = self.is_finished, False
         return was_finished
 
 
 def _has_room(work: Callable[[], None]) -> bool:
-    """Run ``work``; returns whether memory sufficed. After the return no error keeps a tensor."""
+    """Run ``work``, and return whether memory was sufficient.
+
+    After the return, no traceback of an out-of-memory error keeps a tensor alive.
+    """
     try:
         work()
     except Exception as error:
@@ -150,7 +161,7 @@ def _write(
     ends: AbstractSet[int],
     on_done: Callable[[int], None],
 ) -> None:
-    """Generate ``texts``, which are in the order of their slots, in one batch. A finished text leaves the batch."""
+    """Generate ``texts``, which are sorted by slot, in one batch. Finished texts leave the batch."""
     device, width = backbone.device, max(len(text.prompt) for text in texts)
     lengths = [len(text.prompt) for text in texts]
     padded = [[0] * (width - len(text.prompt)) + list(text.prompt) for text in texts]
@@ -195,8 +206,10 @@ def _write_uncached(
     ends: AbstractSet[int],
     on_done: Callable[[int], None],
 ) -> None:
-    """As :func:`_write`, for a model whose cache holds states that padding before a prompt would change: every token
-    is computed from its whole text."""
+    """Generate ``texts`` without a cache: every token is computed from its whole text.
+
+    This is for models whose cached states would change with padding before a prompt.
+    """
     while texts:
         rows = [[*text.prompt, *text.tokens] for text in texts]
         lengths = [len(row) for row in rows]
@@ -216,7 +229,7 @@ def _write_uncached(
 
 
 def _tokens_of_slots(texts: Sequence[_Text], num_tokens: int, num_slots: int) -> list[int]:
-    """Tokens of every slot in a forward pass with so many tokens of each text."""
+    """Return the number of tokens of every slot in a forward pass with ``num_tokens`` tokens per text."""
     counts = [0] * num_slots
     for text in texts:
         counts[text.slot] += num_tokens

@@ -1,4 +1,4 @@
-"""Work whose failure does not end a task: errors of the caller's own function are told from those of the work."""
+"""Support for work whose failure must not end a task, while errors of the caller's callback must be raised."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _MAX_REASON_CHARS = 500
 
 
 class Guard:
-    """Calls a function, and remembers what it raises.
+    """A wrapper of a callback that remembers the callback's latest exception.
 
     Attributes:
-        raised: The latest error of the function; None where it raised none.
+        raised: The latest exception of the callback; None if it raised none.
     """
 
     def __init__(self, on_turn: OnTurn) -> None:
@@ -30,7 +30,7 @@ class Guard:
 
 
 def failure_text(error: Exception) -> str:
-    """The message of an error in one line, of 500 characters at most."""
+    """Return the message of ``error`` in one line of at most 500 characters."""
     text = str(error) if isinstance(error, AltoError | ScorerFailedError) else f"{type(error).__name__}: {error}"
     text = " ".join(text.split())
     return text if len(text) <= _MAX_REASON_CHARS else text[: _MAX_REASON_CHARS - 1] + "…"

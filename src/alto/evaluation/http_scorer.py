@@ -1,6 +1,7 @@
-"""Answers scored by a server, for example one that asks a language model.
+"""Scoring of answers by a server, for example one that asks a language model.
 
-Secrets of the headers appear in no message: what an error says comes from here, not from the server or the library.
+Error messages are written here, not by the server or the HTTP library, so that they never contain secrets from the
+headers.
 """
 
 from __future__ import annotations
@@ -24,23 +25,20 @@ __all__ = ["HttpScorer"]
 
 NUM_RETRIES = 2
 BACKOFF_S = (0.5, 1.0)
-"""Seconds before each retry."""
+"""Seconds to wait before each retry."""
 
 _RETRIED = (408, 425, 429, 500, 502, 503, 504)
 _MAX_BYTES = 16 * 1024**2
 
 
 class HttpScorer:
-    """Posts ``{"rows": [{"prompt", "reference", "answer"}, …]}`` as JSON and reads ``{"scores": […]}``.
+    """A scorer that posts ``{"rows": [{"prompt", "reference", "answer"}, …]}`` as JSON and reads ``{"scores": […]}``.
 
-    A request that is not answered in time, or is answered with an error of the server, is sent again twice. Redirects
-    are not followed, as they would carry the headers elsewhere.
-
-    Args:
-        scoring: Address, headers, rows of a request, and time limit.
+    A request that times out, fails to connect or gets a temporary error status is retried twice. Redirects are not
+    followed, because they would send the headers to another address.
 
     Raises:
-        SpecError: The variable of the headers does not hold any.
+        SpecError: The environment variable for the headers is not set, or does not hold headers.
     """
 
     def __init__(self, scoring: Scoring) -> None:
@@ -75,10 +73,10 @@ class HttpScorer:
         raise ScorerFailedError(f"{self._address}: {failure}, {1 + NUM_RETRIES} times")
 
     def _post(self, body: bytes, on_turn: OnTurn) -> tuple[bytes | None, str]:
-        """The server's reply; or None and why a later attempt may succeed.
+        """Send one request, and return the server's reply; or None and the reason of a failure worth a retry.
 
         Raises:
-            ScorerFailedError: None will.
+            ScorerFailedError: The request failed in a way that a retry cannot fix.
         """
 
         def ask() -> tuple[int, bytes | None, str]:
@@ -89,7 +87,7 @@ class HttpScorer:
             except urllib.error.HTTPError as error:
                 error.close()
                 return error.code, None, ""
-            except Exception as error:  # its message may quote the headers
+            except Exception as error:  # its message may contain the headers
                 reason = error.reason if isinstance(error, urllib.error.URLError) else error
                 if isinstance(reason, TimeoutError):
                     return 0, None, f"no result within {self._timeout_s:g} s"
@@ -119,17 +117,17 @@ class HttpScorer:
             raise ScorerFailedError(f"{self._address}: {expected}, found {len(scores)} scores")
         if not all(_is_number(score) for score in scores):
             position = next(at for at, score in enumerate(scores) if not _is_number(score))
-            raise ScorerFailedError(f"{self._address}: {expected}, found another value at position {position}")
+            raise ScorerFailedError(f"{self._address}: {expected}, found no such number at position {position}")
         return [float(score) for score in scores]
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, *_: object) -> None:
-        """None follows no redirect: its status is an error."""
+        """Return None, so that no redirect is followed and its status counts as an error."""
 
 
 def _headers(variable: str | None) -> dict[str, str]:
-    """The headers in an environment variable. No message has their values."""
+    """Return the headers in an environment variable. Error messages do not contain their values."""
     if variable is None:
         return {}
     remedy = f'set it, for example: export {variable}=\'{{"Authorization": "Bearer …"}}\''
@@ -144,8 +142,8 @@ def _headers(variable: str | None) -> dict[str, str]:
         headers = None
     if not isinstance(headers, dict) or not all(_is_header(*pair) for pair in headers.items()):
         raise SpecError(
-            f"select_by.headers_env: expected a JSON object of header names and texts in the environment variable "
-            f"{variable}, found something else; {remedy}"
+            f"select_by.headers_env: expected a JSON object of header names and string values in the environment "
+            f"variable {variable}, found invalid content; {remedy}"
         )
     return headers
 

@@ -1,4 +1,4 @@
-"""Classifiers and regressors: what their heads predict for held-out texts, compared with the labels.
+"""Evaluation of classifiers and regressors: predictions of their heads for held-out texts, compared with the labels.
 
 Shapes: ``Q`` rows, ``H`` hidden size, ``K`` labels.
 """
@@ -34,12 +34,12 @@ def head_logits(
     max_tokens_per_pass: int,
     on_done: Callable[[int], None],
 ) -> list[Tensor]:
-    """Logits of all rows by every adapter with its head, ``[Q, K]`` float64.
+    """Return the logits of all rows for each adapter with its head, ``[Q, K]`` float64.
 
-    Other arguments and errors as :func:`alto.evaluation.loss.heldout_losses`.
+    The other arguments and the errors are those of :func:`alto.evaluation.loss.heldout_losses`.
 
     Args:
-        heads: The head of every adapter, ``[K, H]``.
+        heads: The head of each adapter, ``[K, H]``.
     """
     on_device = [head_KH.to(backbone.device) for head_KH in heads]
     parts: list[list[Tensor]] = [[] for _ in heads]
@@ -53,12 +53,8 @@ def head_logits(
 
 
 def label_metrics(logits_QK: Tensor, dataset: EncodedDataset) -> Mapping[str, Any]:
-    """Compare predictions with labels: the fields of :class:`alto.records.Evaluation` that this kind of label has.
-
-    Args:
-        logits_QK: The head's outputs.
-        dataset: The rows, with their labels.
-    """
+    """Compare predictions with labels, and return the fields of :class:`alto.records.Evaluation` for this kind of
+    label."""
     assert dataset.classes is not None, "texts have labels"
     assert dataset.label_set is not None, "texts have labels"
     labels = dataset.label_set
@@ -93,7 +89,7 @@ def _agreement(predicted_QK: Tensor, actual_QK: Tensor, labels: LabelSet) -> dic
 
 
 def _spearman(predicted_QK: Tensor, actual_QK: Tensor) -> float | None:
-    """The mean over outputs of the correlation of ranks; None where all numbers of one are equal."""
+    """Return Spearman's rank correlation, averaged over outputs; None if all numbers of a column are equal."""
     found = []
     for columns in zip(predicted_QK.T, actual_QK.T, strict=True):
         x_Q, y_Q = (_centred_ranks(values_Q) for values_Q in columns)
@@ -105,7 +101,7 @@ def _spearman(predicted_QK: Tensor, actual_QK: Tensor) -> float | None:
 
 
 def _centred_ranks(values_Q: Tensor) -> Tensor:
-    """The rank of every number less the mean rank; equal numbers share the mean of their ranks."""
+    """Return the rank of every number minus the mean rank; equal numbers get the mean of their ranks."""
     _, places_Q, counts = values_Q.unique(return_inverse=True, return_counts=True)
     ranks = counts.cumsum(0) - (counts - 1) / 2
     return ranks.double()[places_Q] - (len(values_Q) + 1) / 2

@@ -1,4 +1,4 @@
-"""Measures adapters on held-out rows without generation: the loss, and preferences between two replies."""
+"""Measurement of adapters on held-out rows without generation: the loss, and the preference between two replies."""
 
 from __future__ import annotations
 
@@ -27,15 +27,12 @@ def heldout_losses(
     max_tokens_per_pass: int,
     on_done: Callable[[int], None],
 ) -> list[float]:
-    """Of every adapter, nats per trained token over all rows: the very number the trainer calls validation loss.
+    """Return the validation loss of each adapter, computed as in training: nats per trained token over all rows.
 
     Args:
-        backbone: The base model.
-        served: The adapters on it.
-        dataset: Held-out rows.
-        names: What the adapters are called in messages.
-        max_tokens_per_pass: Largest number of tokens of a micro-batch.
-        on_done: Called after every micro-batch with the number of its rows, each counted once per adapter.
+        names: Names of the adapters in error messages.
+        max_tokens_per_pass: Maximum number of tokens in a micro-batch.
+        on_done: Called after every micro-batch with its number of rows; a row counts once per adapter.
 
     Raises:
         NoResultError: A loss is not a finite number.
@@ -58,9 +55,10 @@ def reply_log_probs(
     max_tokens_per_pass: int,
     on_done: Callable[[int], None],
 ) -> list[Tensor]:
-    """Of every adapter, what it gives the chosen and the rejected reply of every pair: ``[pairs, 2]`` float64, nats.
+    """Return each adapter's log-probabilities of the chosen and the rejected reply of every pair: ``[pairs, 2]``
+    float64, nats.
 
-    Arguments and errors as :func:`heldout_losses`.
+    The arguments and errors are those of :func:`heldout_losses`.
     """
     found = sequence_log_probs(
         backbone, served, dataset, names=names, max_tokens_per_pass=max_tokens_per_pass, on_done=on_done
@@ -77,10 +75,9 @@ def sequence_log_probs(
     max_tokens_per_pass: int,
     on_done: Callable[[int], None],
 ) -> list[Tensor]:
-    """Of every adapter, the log-probability of the trained tokens of every sequence, float64, nats: one sequence of a
-    row, two of a pair.
+    """Return each adapter's log-probability of the trained tokens of every sequence, float64, nats.
 
-    Arguments and errors as :func:`heldout_losses`.
+    A row has one sequence, a pair has two. The arguments and errors are those of :func:`heldout_losses`.
     """
     parts: list[list[Tensor]] = [[] for _ in range(len(served))]
     for batch, losses_S in micro_batches(backbone, served, dataset, max_tokens_per_pass, on_done):
@@ -101,8 +98,7 @@ def micro_batches(
     on_done: Callable[[int], None],
     compute: Callable[[Backbone, TokenBatch], Tensor] = token_losses,
 ) -> Iterator[tuple[TokenBatch, Tensor]]:
-    """Every row under every adapter, one micro-batch at a time: its tokens, and what ``compute`` finds for each trained
-    token."""
+    """Run every row with every adapter; yield each micro-batch and the result of ``compute`` for it."""
     rows, shares_beginnings = tuple(range(len(dataset))), backbone.shares_beginnings
     everything = [JobRows(dataset, slot, rows, shares_beginnings=shares_beginnings) for slot in range(len(served))]
     for jobs in split_into_micro_batches(
@@ -117,14 +113,15 @@ def micro_batches(
 
 
 def check_finite(values: Mapping[str, float]) -> None:
-    """Check the loss of every adapter, by name.
+    """Check that the values of all adapters, by name, are finite.
 
     Raises:
-        NoResultError: One is not a finite number.
+        NoResultError: A value is not a finite number.
     """
     broken = [name for name, value in values.items() if not math.isfinite(value)]
     if broken:
         raise NoResultError(
-            f"expected a finite held-out loss, found {values[broken[0]]} with {', '.join(broken)}; these adapters, or "
-            "the base model, hold broken weights, or the base's precision is too low for them; leave them out"
+            f"expected a finite held-out loss, found {values[broken[0]]} for {', '.join(broken)}; the weights of these "
+            "adapters or of the base model are broken, or the base model's precision is too low; leave these adapters "
+            "out"
         )

@@ -1,4 +1,4 @@
-"""Adapters of one base on one set of held-out rows: the base is loaded once, and all are measured at once."""
+"""Measurement of adapters of one base model on held-out rows; the base model is loaded once for all adapters."""
 
 from __future__ import annotations
 
@@ -36,20 +36,21 @@ from alto.spec.base_model import LOAD_IN_4BIT, quantisation_keys
 __all__ = ["OnProgress", "measure"]
 
 _DECIDING = ("scorer", "keys", "pattern", "tolerance", "ignore_case", "function")
-"""Settings of a scorer that decide its scores."""
+"""Settings of a scorer that affect its scores."""
 
 _NOT_OF_HEADS = {
-    "metric": "what it predicts is always measured",
+    "metric": "their predictions are always measured",
     "baseline": "the base model alone has no head",
     "backend": "they generate no answers",
     "predictions": "they generate no answers",
     "batch_size": "they generate no answers",
     "max_new_tokens": "they generate no answers",
 }
-"""Settings that adapters with a classification head have no use for, and why."""
+"""Settings that do not apply to adapters with a classification head, and why."""
 
 OnProgress = Callable[[str, int, int], None]
-"""Called with the name of the measurement, its finished rows and all its rows; a row counts once per adapter."""
+"""A callback with the measurement's name, number of finished rows and total number of rows; a row counts once per
+adapter."""
 
 
 def measure(
@@ -64,24 +65,20 @@ def measure(
     scoring: Scoring | None = None,
     on_progress: OnProgress | None = None,
 ) -> EvaluationResult:
-    """Measure ``adapters`` on ``base``; writes nothing.
+    """Measure ``adapters`` on ``base``. Nothing is written to disk.
 
     Args:
-        adapters: By the name each is reported under.
-        rows: Held-out rows, of which ``settings.limit`` may take the first ones only.
-        settings: Metrics, limits and backend.
-        base: The base model that the adapters are put on.
-        device: Where it is loaded.
-        max_tokens_per_pass: Tokens of one forward pass of the loss.
-        max_length: Tokens at which a row is cut for the loss; None cuts at the model's last position.
-        scoring: Scores the answers where the metric is ``auto`` and all rows can be scored so.
-        on_progress: Called with the name of the measurement, its finished rows and all its rows.
+        adapters: Adapters by the name under which each is reported.
+        rows: Held-out rows; ``settings.limit`` may restrict them to the first ones.
+        max_tokens_per_pass: Maximum number of tokens in a forward pass that computes losses.
+        max_length: Number of tokens to which rows are truncated for the loss; None truncates to the model's positions.
+        scoring: The preferred scorer if the metric is ``auto``; it is used if it can score all rows.
 
     Raises:
-        DataError: There are no rows, or they do not carry what the metric needs.
-        SpecError: The settings ask for a metric that such rows, or adapters with a head, do not have.
+        DataError: There are no rows, or they do not have the data that the metric needs.
+        SpecError: The settings do not apply to such rows, or to adapters with a classification head.
         ModelError: The base model cannot be used, or an adapter does not fit it.
-        NoResultError: A loss is not finite, or the scorer gives no scores.
+        NoResultError: A loss is not finite, or the scorer returns no scores.
         DeviceMemoryError: There is not enough memory.
         UnsupportedError: ``backend`` is vLLM, and vLLM cannot serve the model or an adapter.
     """
@@ -153,7 +150,7 @@ def measure(
                 "limit": settings.limit,
                 "max_length": found.max_length,
                 "max_new_tokens": settings.max_new_tokens if is_generated else None,
-                # The default backend and scorer are left out, as earlier versions do.
+                # Entries are compared by their settings, and earlier versions leave out the default backend and scorer.
                 **({"backend": settings.backend} if is_generated and settings.backend != "alto" else {}),
                 **_shown(scoring),
                 **{key: True for key, is_asked in quantisation_keys(base.quantisation).items() if is_asked},
@@ -172,13 +169,13 @@ def measure(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """The measurements of every slot; one that was not made is empty, or None.
+    """The measurements of every slot; a measurement that was not made is empty or None.
 
     Attributes:
         texts: Token ids of the answer to every prompt.
-        choices: Score of every row by multiple choice.
-        preferences: Reward accuracy and margin.
-        num_pairs: How many they are means of.
+        choices: Multiple-choice score of every row.
+        preferences: Reward accuracy and reward margin, averaged over pairs.
+        num_pairs: Number of pairs in these averages.
         of_labels: Metrics of classification heads; see :func:`label_metrics`.
     """
 
@@ -193,11 +190,12 @@ class _Found:
 
 
 class _Bench:
-    """What to measure, on which rows, and how progress is reported.
+    """The models to be measured, their settings, and progress reports.
 
     Attributes:
-        names: Weights that are measured.
-        names_of_texts: Weights that generate texts: where predictions are asked for, the base model too.
+        names: Names of the adapters to be measured, and of the base model if a baseline is requested.
+        names_of_texts: Names of the adapters that generate texts, and of the base model if a baseline or predictions
+            are requested.
     """
 
     def __init__(
@@ -228,7 +226,8 @@ class _Bench:
         max_tokens_per_pass: int,
         max_length: int | None,
     ) -> _Found:
-        """What is ``measured`` of all adapters, their answers to ``prompts``, and their choices, by ALTO itself."""
+        """Measure all adapters with ALTO's own engine: the metrics in ``measured``, answers to ``prompts``, and
+        multiple choice."""
         backbone = load_backbone(self._base, device=self._device)
         limit = max_positions(backbone)
         try:
@@ -261,7 +260,7 @@ class _Bench:
                     on_done=self._counter("loss", len(dataset) * len(served)),
                 )
         if dataset is not None and "preference" in measured:
-            # Rewards are log-ratios to the base model, which has the slot after the adapters.
+            # Rewards are log-ratios to the base model, which occupies the last slot.
             with loaded_adapters(backbone, self._slots([*self.names, BASE]), self._base.id) as served:
                 preferences = self._preferences(backbone, served, dataset, max_tokens_per_pass)
         of_labels: Sequence[Mapping[str, Any]] = ()
@@ -290,14 +289,14 @@ class _Bench:
         )
 
     def _choices(self, backbone: Backbone, rows: Sequence[Row]) -> list[Sequence[float]]:
-        """Of all that are measured, the score of every row by multiple choice."""
+        """Return each measured model's multiple-choice scores of all rows."""
         conversations = [row for row in rows if not isinstance(row, Pair | LabelledText)]
         choices = Choices(conversations, options_of(conversations), backbone)
         with loaded_adapters(backbone, self._slots(self.names), self._base.id) as served:
             return list(choices.scores(served, self.names, lambda: None))
 
     def _texts(self, backbone: Backbone, prompts: Sequence[Prompt]) -> list[list[list[int]]]:
-        """Of all that generate, the answer to every prompt."""
+        """Return each generating model's answers to all prompts."""
         with loaded_adapters(backbone, self._slots(self.names_of_texts), self._base.id) as served:
             return complete(
                 backbone,
@@ -309,7 +308,7 @@ class _Bench:
             )
 
     def texts_of_vllm(self, prompts: Sequence[Prompt], tokenizer: Any) -> list[list[list[int]]]:
-        """The same by vLLM."""
+        """Return the same as :meth:`_texts`, generated by vLLM."""
         ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         return complete_with_vllm(
             self._base,
@@ -347,17 +346,17 @@ class _Bench:
 
 
 def _check_of_heads(settings: EvaluationSettings) -> None:
-    """Check that nothing is set that adapters with a classification head have no use for.
+    """Check that no setting is set that does not apply to adapters with a classification head.
 
     Raises:
-        SpecError: Something is.
+        SpecError: Such a setting is set.
     """
     defaults = EvaluationSettings()
     for name, why in _NOT_OF_HEADS.items():
         if getattr(settings, name) != getattr(defaults, name):
             raise SpecError(
-                f"{name}: expected none for adapters with a classification head ({why}), found that it is set; leave "
-                "it out"
+                f"{name}: expected no value for adapters with a classification head ({why}), found that it is set; "
+                "leave it out"
             )
 
 
@@ -365,7 +364,7 @@ def _check_scorable(conversations: Sequence[Conversation], scoring: Scoring, tok
     """Check that every row can be scored.
 
     Raises:
-        DataError: One cannot.
+        DataError: A row cannot be scored.
     """
     try:
         check_key_names(conversations, scoring)
@@ -374,8 +373,9 @@ def _check_scorable(conversations: Sequence[Conversation], scoring: Scoring, tok
     for number, row in enumerate(conversations, start=1):
         if not scorable([row], scoring):
             raise DataError(
-                f"{scoring.scorer}: expected rows whose replies {needed_of(scoring)}, found none in row {number} of "
-                f"{len(conversations)}; name other rows with --dataset, or measure the loss with --metric loss"
+                f"{scoring.scorer}: expected rows whose replies {needed_of(scoring)}, found no such reply in row "
+                f"{number} of {len(conversations)}; name other rows with --dataset, or measure the loss with --metric "
+                "loss"
             )
     try:
         check_references(conversations, scoring, tokenizer)
@@ -384,7 +384,7 @@ def _check_scorable(conversations: Sequence[Conversation], scoring: Scoring, tok
 
 
 def _prompts(chosen: Sequence[Row], is_scored: bool, settings: EvaluationSettings, tokenizer: Any) -> list[Prompt]:
-    """What is generated for: all rows where answers are scored or predictions are asked for."""
+    """Return the prompts of all rows if answers are scored or predictions are requested; else an empty list."""
     if not is_scored and not settings.predictions:
         return []
     try:
@@ -395,7 +395,7 @@ def _prompts(chosen: Sequence[Row], is_scored: bool, settings: EvaluationSetting
 
 
 def _shown(scoring: Scoring | None) -> dict[str, Any]:
-    """What the settings of an evaluation say of its scorer: no address, which may hold a key."""
+    """Return the scorer's entry in an evaluation's settings, without secrets that the URL may contain."""
     if scoring is None or scoring == Scoring(scorer="exact_match"):
         return {}
     facts = {key: value for key, value in scoring.to_dict().items() if key in _DECIDING}
@@ -405,8 +405,11 @@ def _shown(scoring: Scoring | None) -> dict[str, Any]:
 def _wanted(
     conversations: Sequence[Conversation], name: str, settings: EvaluationSettings, preferred: Scoring | None
 ) -> tuple[tuple[str, ...], Scoring | None]:
-    """What is measured without generation, and what scores answers; ``conversations`` are the rows that are not pairs:
-    none or all."""
+    """Return the metrics that need no generation, and the scorer of answers.
+
+    Args:
+        conversations: The rows that are not pairs: all rows, or none.
+    """
     wanted = settings.metric if settings.scoring is None else settings.scoring.scorer
     if not conversations:
         if wanted not in ("auto", "preference") or settings.backend == "vllm":
@@ -416,8 +419,8 @@ def _wanted(
             )
         if settings.baseline:
             raise SpecError(
-                "baseline: expected none with the metric preference, which measures against the base model as it is; "
-                "leave it out"
+                "baseline: expected no baseline with the metric preference, which already compares with the base "
+                "model, found that it is set; leave it out"
             )
         return ("preference",), None
     if wanted == "preference":

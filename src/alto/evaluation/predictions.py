@@ -1,4 +1,4 @@
-"""Predictions: the texts that models generate for held-out rows, and what a scorer says of each."""
+"""Predictions: the texts that models generate for held-out rows, and their scores."""
 
 from __future__ import annotations
 
@@ -16,17 +16,15 @@ __all__ = ["predictions_of"]
 def predictions_of(
     prompts: Sequence[Prompt], texts: Sequence[Sequence[int]], tokenizer: Any, *, weights: str, scorer: Scorer | None
 ) -> list[Prediction]:
-    """The prediction for every prompt.
+    """Return a prediction for every prompt.
 
     Args:
-        prompts: The prompts.
-        texts: Token ids of the text generated for each.
-        tokenizer: Decodes the texts.
-        weights: Name of the adapter, or of the base model, that wrote them.
-        scorer: Scores them; None scores nothing.
+        texts: Token ids of the text generated for each prompt.
+        weights: Name of the adapter that generated the texts, or of the base model.
+        scorer: Scores the texts; None leaves them without scores.
 
     Raises:
-        ScorerFailedError: The scorer gives no scores.
+        ScorerFailedError: The scorer returns no scores.
     """
     answers = [
         Answer(

@@ -1,4 +1,4 @@
-"""Prompts of held-out rows, to which models generate replies of their own."""
+"""Prompts of held-out rows, for which models generate replies."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["Prompt", "prompt_of", "prompts_of", "reply_text"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """The prompt of one row, and the reply that the row has for it.
+    """The prompt of one row, and the row's own reply.
 
     Attributes:
         ids: Token ids up to the reply.
-        reference: Text of the reply, and its calls of tools (see :func:`reply_text`).
+        reference: Text of the reply, with its tool calls (see :func:`reply_text`).
     """
 
     ids: tuple[int, ...]
@@ -27,7 +27,7 @@ class Prompt:
 
 
 def reply_text(reply: Message) -> str:
-    """The text of a reply; its calls of tools follow, each in a line of JSON with ``name`` and ``arguments``."""
+    """Return the text of a reply, followed by its tool calls, one per line as JSON with ``name`` and ``arguments``."""
     calls = [call["function"] for call in reply.other_keys().get("tool_calls", ())]
     lines = [
         json.dumps({"name": call["name"], "arguments": call["arguments"]}, ensure_ascii=False, default=str)
@@ -37,8 +37,10 @@ def reply_text(reply: Message) -> str:
 
 
 def prompt_of(row: Conversation | Pair | LabelledText, tokenizer: Any) -> Prompt | None:
-    """Everything before the last reply of ``row``, as the model sees it when it generates that reply; of a pair before
-    the chosen one. None where a row is plain text, or a text with a label, or where the reply has no text and no call.
+    """Return the turns before the last trained reply of ``row`` (for a pair, of its chosen side), encoded as a prompt.
+
+    Returns:
+        The prompt; None if the row is plain text or a labelled text, or if the reply has neither text nor a tool call.
 
     Raises:
         DataError: There is nothing before the reply, or the chat template refuses the turns.
@@ -56,10 +58,10 @@ def prompt_of(row: Conversation | Pair | LabelledText, tokenizer: Any) -> Prompt
 
 
 def prompts_of(rows: Iterable[Conversation | Pair | LabelledText], tokenizer: Any) -> list[Prompt]:
-    """The prompt of every row.
+    """Return the prompt of every row.
 
     Raises:
-        DataError: A row has none.
+        DataError: A row has no prompt.
     """
     prompts = []
     for number, row in enumerate(rows, start=1):
@@ -68,6 +70,6 @@ def prompts_of(rows: Iterable[Conversation | Pair | LabelledText], tokenizer: An
         except DataError as error:
             raise DataError(f"row {number}: {error}") from error
         if prompt is None:
-            raise DataError(f"row {number}: expected a reply in text after a prompt, found none; name other rows")
+            raise DataError(f"row {number}: expected a text reply after a prompt, found none; name other rows")
         prompts.append(prompt)
     return prompts

@@ -1,4 +1,4 @@
-"""Answers scored by a Python function of the user."""
+"""Scoring of answers by a Python function of the user."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["PythonScorer"]
 
 
 class PythonScorer:
-    """Calls ``function(prompt=…, reference=…, answer=…)`` for every row, one after the other, in another thread of this
-    process.
+    """A scorer that calls ``function(prompt=…, reference=…, answer=…)`` for one row after another, in separate threads
+    of this process.
 
     Args:
-        name: Dotted name of the function; it is imported here, with all the rights of this process.
-        timeout_s: Seconds that a call may take.
+        name: Dotted name of the function; it is imported and runs with all rights of this process.
+        timeout_s: Maximum seconds per call.
 
     Raises:
         SpecError: There is no such function.
@@ -40,13 +40,13 @@ class PythonScorer:
         def call() -> tuple[Any, str]:
             try:
                 return self._function(prompt=one.prompt, reference=one.reference, answer=one.answer), ""
-            except BaseException as error:  # also where it ends the process
+            except BaseException as error:  # includes SystemExit
                 return None, _described(error)
 
         try:
             found, failure = within(self._timeout_s, call, on_turn)
         except TooLateError as error:
-            raise ScorerFailedError(f"{self._name}: row {number}: {error}; raise timeout_s") from None
+            raise ScorerFailedError(f"{self._name}: row {number}: {error}; increase timeout_s") from None
         if failure:
             raise ScorerFailedError(f"{self._name}: row {number}: it raised {failure}")
         try:
@@ -63,7 +63,7 @@ class PythonScorer:
 def _imported(name: str) -> Callable[..., object]:
     module_name, _, function_name = name.partition(":") if ":" in name else name.rpartition(".")
     remedy = (
-        "correct the name, or install its package (a module in another folder is found with the environment variable "
+        "correct the name, or install its package (for a module in a different folder, set the environment variable "
         "PYTHONPATH)"
     )
     try:
@@ -84,7 +84,7 @@ def _imported(name: str) -> Callable[..., object]:
 
 
 def _described(error: BaseException) -> str:
-    """Type, message and place of an error."""
+    """Return the type, message and source line of an error."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
     try:

@@ -9,21 +9,21 @@ from typing import Protocol
 __all__ = ["Answer", "OnTurn", "Scorer", "ScorerFailedError"]
 
 OnTurn = Callable[[], None]
-"""Called regularly; what it raises ends the scoring."""
+"""A callback that is called regularly; an exception that it raises ends the scoring."""
 
 
 class ScorerFailedError(Exception):
-    """Signal inside this package: the scorer gives no scores, for the reason in its message."""
+    """Raised inside this package when a scorer returns no scores; the message has the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One row with the text that a job generated for it.
+    """A row and the text that a model generated for it.
 
     Attributes:
         prompt: The text as the model saw it.
         reference: The row's own reply.
-        answer: The generated text, without the token that ended it.
+        answer: The generated text, without the end token.
     """
 
     prompt: str
@@ -32,16 +32,16 @@ class Answer:
 
 
 class Scorer(Protocol):
-    """Scores the answers of one adapter."""
+    """The interface of scorers."""
 
     def __call__(self, answers: Sequence[Answer], on_turn: OnTurn) -> Sequence[float]:
-        """A finite number for each of ``answers``, in their order; higher is better.
+        """Return a finite score for each of ``answers``, in the same order; higher is better.
 
         Args:
             answers: Answers of one adapter.
-            on_turn: Called regularly; what it raises ends the scoring.
+            on_turn: Called regularly; an exception that it raises ends the scoring.
 
         Raises:
-            ScorerFailedError: There are no such scores.
+            ScorerFailedError: The scorer returns no such scores.
         """
         ...

@@ -19,10 +19,10 @@ __all__ = ["check_key_names", "check_references", "needed_of", "scorable", "scor
 
 
 def scorer_of(scoring: Scoring) -> Scorer:
-    """The scorer of generated texts that ``scoring`` names.
+    """Return the scorer of generated texts that ``scoring`` names.
 
     Raises:
-        SpecError: There is no such Python function, or the headers of requests are not set.
+        SpecError: The Python function does not exist, or the request headers are not set.
     """
     matching = matching_of(scoring)
     if matching is not None:
@@ -35,13 +35,13 @@ def scorer_of(scoring: Scoring) -> Scorer:
 
 
 def needed_of(scoring: Scoring) -> str:
-    """What the reply of a row must have to be scored, after "replies that"."""
+    """Return the property that a row's reply needs to be scored; it completes the phrase "replies that ..."."""
     matching = matching_of(scoring)
     return "are text after a prompt" if matching is None else matching.needed
 
 
 def scorable(rows: Sequence[Conversation | Pair | LabelledText], scoring: Scoring) -> list[Conversation]:
-    """The rows that ``scoring`` can score."""
+    """Return the rows that ``scoring`` can score."""
     matching = matching_of(scoring)
     found = []
     for row in rows:
@@ -53,20 +53,21 @@ def scorable(rows: Sequence[Conversation | Pair | LabelledText], scoring: Scorin
 
 
 def check_key_names(rows: Sequence[Conversation | Pair | LabelledText], scoring: Scoring) -> None:
-    """Check that every key to compare is in a reply with a JSON value, where there are such replies.
+    """Check that every key to compare is in at least one reply, if any replies have JSON values.
 
     Raises:
-        DataError: One is in none.
+        DataError: A key is in no reply.
     """
     if scoring.keys and (with_values := scorable(rows, Scoring(scorer="json"))):
         check_keys(scoring, [_reference(row, scoring) for row in with_values])
 
 
 def check_references(rows: Sequence[Conversation], scoring: Scoring, tokenizer: Any) -> None:
-    """Check that ``rows``, which can be scored, do not fail for all answers alike.
+    """Check that correct answers to ``rows``, which can be scored, would be recognised.
 
     Raises:
-        DataError: A key to compare is in no row; or the chat template writes calls of tools in a form that is not read.
+        DataError: A key to compare is in no row, or the chat template writes tool calls in a form that ALTO cannot
+            read.
     """
     check_keys(scoring, [_reference(row, scoring) for row in rows])
     if scoring.scorer != "tool_call":
@@ -79,17 +80,17 @@ def check_references(rows: Sequence[Conversation], scoring: Scoring, tokenizer: 
         written = ChatTemplate(tokenizer).text(row[: position + 1], open_turn=False)
         if tool_calls_in(written)[-len(wanted) :] != wanted:
             raise DataError(
-                "expected a chat template that writes calls of tools as JSON objects with name and arguments, found "
-                f"{written.strip()[-200:]!r}; use scorer python with a function that reads this form"
+                "expected a chat template that writes tool calls as JSON objects with name and arguments, found "
+                f"{written.strip()[-200:]!r}; use scorer python with a function that reads this format"
             )
         return
 
 
 def _reference(row: Conversation, scoring: Scoring) -> str:
-    """The reply of ``row`` that is compared; empty where it has none."""
+    """Return the reply of ``row`` with which answers are compared; empty if there is none."""
     position = reply_position(row)
     if position is None:
         return ""
-    # The others compare texts, and the chat template decides how a call is written.
+    # The other scorers compare texts, in which the form of a tool call depends on the chat template.
     reads_calls = scoring.scorer in ("tool_call", "python", "http")
     return reply_text(row[position]) if reads_calls or row[position].content.strip() else ""

@@ -1,4 +1,4 @@
-"""Generated answers of several adapters at once, and their scores."""
+"""Scoring of generated answers, for several adapters at once."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ __all__ = ["WrittenAnswers"]
 
 
 class WrittenAnswers:
-    """Lets adapters answer rows, each once and greedily, and scores the texts.
+    """A scorer that lets each adapter generate one greedy answer to each row, and scores the texts.
 
     Args:
         rows: Rows with a reply, which is the reference.
-        backbone: The base.
         scorer: Scores the texts of one adapter.
-        max_new_tokens: Longest text.
+        max_new_tokens: Maximum length of an answer.
 
     Raises:
-        DataError: A row has no prompt, or one that leaves no position to write to.
+        DataError: A row has no prompt, or its prompt leaves no position for an answer.
     """
 
     def __init__(
@@ -41,16 +40,15 @@ class WrittenAnswers:
         self._max_new_tokens = max_new_tokens
 
     def scores(self, served: ServedAdapters, names: Sequence[str], on_turn: OnTurn) -> list[Sequence[float]]:
-        """Of every adapter, the score of every row.
+        """Return each adapter's scores of all rows.
 
         Args:
-            served: The adapters on the base.
-            names: Not used: texts need no names.
-            on_turn: Called after every token, and while the scorer works.
+            names: Not used; part of the interface that :class:`~alto.evaluation.choices.Choices` shares.
+            on_turn: Called after every token, and regularly while the scorer runs.
 
         Raises:
-            DeviceMemoryError: Not even one text fits into memory.
-            ScorerFailedError: The scorer gives no scores.
+            DeviceMemoryError: Memory is too small for a single text.
+            ScorerFailedError: The scorer returns no scores.
         """
         texts = complete(
             self._backbone,

@@ -61,8 +61,8 @@ def export_best(
     metrics = _metrics(result) | _rows(use)
     if not best_of_job.is_dir():
         raise RunNotFoundError(
-            f"expected the best adapter of {result.best_job} in {best_of_job}, found none; without it the run has no "
-            "result any more: put the folder back, or start a new run"
+            f"expected the best adapter of {result.best_job} in {best_of_job}, found no such folder; "
+            "the run has no result without it: put the folder back, or start a new run"
         )
     try:
         with writing(Path(result.run_dir), folder):
@@ -191,7 +191,7 @@ LoRA adapter for `{self.model}`, tuned on `{self.dataset}` by [ALTO](https://pyp
         """Describe how the adapter was chosen, and its losses."""
         best = _best(result)
         chosen_by = "" if result.metric == LOSS else f" by {metric_name(result.metric)}"
-        tested = "" if best.test_loss is None else f"; {best.test_loss:.4f} on test rows, which chose nothing"
+        tested = "" if best.test_loss is None else f"; {best.test_loss:.4f} on test rows, which were not used to choose"
         if result.refit_of:
             return (
                 f"the refit of\n`{Path(result.refit_of).name}`, whose winner was trained on all rows for "
@@ -206,7 +206,7 @@ at step {best.best_step} of {best.total_steps}{tested}"""
         if self.chat_template is None:
             return ""
         return f"""
-It was trained with the chat template in `{TEMPLATE_NAME}`, not with the tokenizer's own.
+It was trained with the chat template in `{TEMPLATE_NAME}`, not with the template of the tokenizer.
 """
 
 

@@ -161,7 +161,7 @@ class ModelUse:
     def _label(self, labels: LabelSet) -> list[str]:
         inputs = [
             'text = "Hello"',
-            'inputs = tokenizer(text, return_tensors="pt")  # of two texts: tokenizer(text, text_pair, ...)',
+            'inputs = tokenizer(text, return_tensors="pt")  # for two texts: tokenizer(text, text_pair, ...)',
         ]
         if self._is_chat:
             inputs = [

@@ -103,7 +103,8 @@ def write_comparison(
         replace_file(path, page)
     except OSError as error:
         raise RunWriteError(
-            f"html: expected a file that can be written, found that {path} cannot ({error.strerror}); choose another"
+            f"html: expected a writable file, found that {path} cannot be written ({error.strerror}); choose another "
+            "file"
         ) from error
     return path
 
@@ -163,11 +164,17 @@ def _warnings(
             "be compared."
         )
     elif same_validation and same_data is False:
-        found.append("The runs were trained on different rows. They were validated on the same ones.")
+        found.append("The runs were trained on different rows, but validated on the same rows.")
     if same_validation is None:
-        found.append("A journal does not record its validation rows: whether the losses can be compared is not known.")
+        found.append(
+            "The journal of a run does not record its validation rows: it is unknown whether the losses can be "
+            "compared."
+        )
     if not same_loss:
-        found.append("The best jobs have different losses, by method or by its settings: they cannot be compared.")
+        found.append(
+            "The best jobs compute different losses, because their methods or the settings of these differ: the losses "
+            "cannot be compared."
+        )
     if not settings:
         found.append("The best jobs have the same configuration.")
     return found

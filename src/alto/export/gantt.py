@@ -57,17 +57,17 @@ def gantt_figure(
     lanes = [_lane(gpu, depth, is_fine=is_fine) for gpu in gpus for depth in range(most[gpu] + 1)]
     seconds, unit = _unit(max((place.end_s for place in (*planned, *actual)), default=0.0))
     hues = {task: index % NUM_HUES for index, task in enumerate(dict.fromkeys(p.task for p in (*planned, *actual)))}
-    notes = [] if is_fine else ["A row is a node; tasks in it may run at the same time."]
+    notes = [] if is_fine else ["Each row is a node; tasks in one row may run at the same time."]
     if any(most.values()):
         gpu = next(gpu for gpu in gpus if most[gpu])
         first, second = _lane(gpu, 0, is_fine=True), _lane(gpu, 1, is_fine=True)
-        notes.append(f"Tasks in one place at the same time have rows below each other: {first}, {second}.")
+        notes.append(f"Tasks that run in the same place at the same time have separate rows: {first}, {second}.")
     traces = []
     for kind, placements in (("planned", planned), ("actual", actual)):
         drawn = placements
         if len(placements) > MAX_BARS:
             drawn = sorted(placements, key=lambda place: -place.duration_s)[:MAX_BARS]
-            notes.append(f"Of {len(placements):,} {kind} tasks the {MAX_BARS:,} longest are drawn.")
+            notes.append(f"Only the {MAX_BARS:,} longest of {len(placements):,} {kind} tasks are drawn.")
         traces += _traces(
             kind,
             drawn,

@@ -35,20 +35,20 @@ class _Words:
 _WORDS: Mapping[str, _Words] = {
     "reward_accuracy": _Words(
         short="accuracy",
-        meaning="Share of the validation pairs whose chosen reply earns a higher reward than the rejected one.",
+        meaning="Share of the validation pairs whose chosen reply earns a higher reward than the rejected reply.",
     ),
     "reward_margin": _Words(
         short="margin",
-        meaning="Reward of the chosen reply less that of the rejected one, in nats times beta, as a mean over the "
+        meaning="Reward of the chosen reply minus the reward of the rejected reply, in nats times beta; mean over the "
         "validation pairs.",
     ),
     "accuracy": _Words(
         short="accuracy",
-        meaning="Share of the validation rows whose label, or every one of whose labels, is predicted.",
+        meaning="Share of the validation rows for which the label, or every label, is predicted correctly.",
     ),
     "macro_f1": _Words(
         short="macro F1",
-        meaning="F1 of each label (the harmonic mean of precision and recall), as a mean over the labels.",
+        meaning="Mean over the labels of F1, the harmonic mean of precision and recall.",
     ),
     "pearson": _Words(short="Pearson", meaning="Correlation of predicted numbers and labels, from -1 to 1."),
 }
@@ -124,4 +124,4 @@ def describe_test(history: RunHistory, job: JobHistory) -> str:
 
 def loss_unit(method: str) -> str:
     """Return the unit of a method's loss."""
-    return _LOSS_UNITS.get(method, f"as {clean(method)} counts")
+    return _LOSS_UNITS.get(method, f"in the unit of {clean(method)}")

@@ -162,7 +162,7 @@ class PlainView:
             f"{started.num_train} rows to train and {held_out}"
         )
         if history.num_ranks > 1:
-            self._say(f"on {history.num_ranks} ranks, {format_count(history.num_slots)} slots in all")
+            self._say(f"on {history.num_ranks} ranks, {format_count(history.num_slots)} slots in total")
         rungs = describe_rungs(history.rung_settings)
         if rungs:
             policy = clean(started.early_exit.get("policy", "on"))
@@ -193,7 +193,7 @@ class PlainView:
         start = (
             "" if job.is_suggested or event.forked_at else ", with its weights" if event.warm else ", from new weights"
         )
-        place = f" in the place of {clean(event.replaces)}" if event.replaces else ""
+        place = f" in place of {clean(event.replaces)}" if event.replaces else ""
         self._say(f"{self._name(job)} added: {describe_origin(job)}{start}{place}")
 
     def _on_admitted(self, job: str, admission: tuple[str, str]) -> None:

@@ -28,15 +28,15 @@ def plan_text(plan: TaskPlan, *, price_per_hour: float | None = None) -> Rendera
     measured = (
         f"measured earlier in {took} (--refresh measures again)"
         if plan.is_cached
-        else f"measured now in {took}, and kept"
+        else f"measured now in {took}, and saved"
     )
     head = [
         ("jobs", f"{plan.num_jobs:,}, with {_span(smallest, largest)} trainable parameters each"),
         ("rows", f"{mean:,.0f} tokens on average, {longest:,} in the longest"),
         (
             "memory",
-            f"{_size(memory.fixed_bytes)} + {memory.bytes_per_token / 1024:,.1f} KiB a token of a micro-batch "
-            f"+ {_size(plan.slot_bytes)} a slot, of {_size(planned)} "
+            f"{_size(memory.fixed_bytes)} + {memory.bytes_per_token / 1024:,.1f} KiB per token of a micro-batch "
+            f"+ {_size(plan.slot_bytes)} per slot, of {_size(planned)} "
             f"({format_share(memory.margin)} of {_size(memory.capacity_bytes)})",
         ),
         (
@@ -60,10 +60,10 @@ def plan_text(plan: TaskPlan, *, price_per_hour: float | None = None) -> Rendera
     disk = []
     if plan.disk_free_bytes is not None:
         free = _size(plan.disk_free_bytes)
-        disk.append(("disk", f"at most {_size(plan.disk_bytes)} while it trains, of {free} that are free"))
+        disk.append(("disk", f"at most {_size(plan.disk_bytes)} during training, of {free} free"))
     if not plan.is_cached:
         total = format_duration(plan.profile_s + plan.expected_duration_s)
-        time.append(("", f"{total} with the measuring, which a run of the same task does not repeat"))
+        time.append(("", f"{total} including the measurement, which a run of the same task does not repeat"))
     notes = [("note", clean(note)) for note in plan.notes]
     why = [("", f"one slot: {plan.why_one_slot}")] if plan.why_one_slot else []
     title = Text(f"{plan.task} on {plan.model}, {plan.device}")
@@ -106,11 +106,11 @@ def schedule_text(schedule: Schedule) -> RenderableType:
             format_duration(placement.end_s),
             *([Text(", ".join(others))] if shared else []),
         )
-    together = " with the same tasks together" if shared else ""
+    together = " that groups the tasks in the same way" if shared else ""
     quality = {
         "optimal": f"by these estimates no schedule{together} is shorter",
-        "feasible": f"by these estimates none is shorter than {format_duration(schedule.bound_s)}",
-        "heuristic": f"by these estimates none is shorter than {format_duration(schedule.bound_s)}",
+        "feasible": f"by these estimates no schedule is shorter than {format_duration(schedule.bound_s)}",
+        "heuristic": f"by these estimates no schedule is shorter than {format_duration(schedule.bound_s)}",
     }[schedule.status]
     lines = [("together", f"about {format_duration(schedule.makespan_s)} by {schedule.method}; {quality}")]
     if schedule.notice:
@@ -120,7 +120,7 @@ def schedule_text(schedule: Schedule) -> RenderableType:
 
 def _table(plan: TaskPlan) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False)
-    for heading in ("slots", "tokens a micro-batch", "peak", "tokens/s", ""):
+    for heading in ("slots", "tokens per micro-batch", "peak", "tokens/s", ""):
         table.add_column(heading, justify="right")
     num_resident = min(plan.max_slots, plan.num_jobs)
     for packing in plan.packings:

@@ -16,7 +16,7 @@ __all__ = ["preview_text"]
 TRAINED_STYLE = "bold black on green"
 TRAINED_MARKS = ("⟦", "⟧")
 
-_READ = "read:        the first {:,} rows of each dataset, which all numbers here count; alto plan reads all"
+_READ = "read:        the first {:,} rows of each dataset; all numbers below count these rows. alto plan reads all rows"
 
 
 def preview_text(preview: DataPreview, *, marked: bool) -> RenderableType:
@@ -42,7 +42,7 @@ def preview_text(preview: DataPreview, *, marked: bool) -> RenderableType:
         *(f"note:        {clean(note)}" for note in preview.notes),
     ]
     marks = f"between {' and '.join(TRAINED_MARKS)}" if marked else "coloured"
-    shown = "each with the label that it is trained to predict" if has_labels else f"what it is trained on is {marks}"
+    shown = "each with the label that it is trained to predict" if has_labels else f"trained text is {marks}"
     examples = [_example(example, number, marked) for number, example in enumerate(preview.examples, start=1)]
     return Group(
         *(Text(fact) for fact in facts),

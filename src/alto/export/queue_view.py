@@ -96,7 +96,7 @@ class LiveQueueView:
         if queue.started is not None and not queue.tasks:
             return Text("Waiting for tasks", style="dim")
         if not queue.tasks:
-            return Text(f"Measuring what the tasks take … {self.progress.num_measured} measured", style="dim")
+            return Text(f"Measuring memory and time of the tasks … {self.progress.num_measured} measured", style="dim")
         tasks = sorted(queue.tasks.values(), key=lambda task: ORDER.index(task.state))
         num_lines = max(1, height - FRAME_LINES - len(queue.nodes))
         lines = itertools.accumulate(2 if _note(task) else 1 for task in tasks)
@@ -168,7 +168,7 @@ def queue_summary(
 def _wall_time(queue: QueueHistory, now: float) -> str:
     """Describe how long the queue has worked, and the part for measuring before its first schedule."""
     total = format_duration(queue.worked_s(now))
-    return f"{total}, {format_duration(queue.measuring_s)} of them for measuring" if queue.measuring_s else total
+    return f"{total}, including {format_duration(queue.measuring_s)} for measuring" if queue.measuring_s else total
 
 
 def task_list(progress: QueueProgress) -> RenderableType:
@@ -220,7 +220,11 @@ def _plan_line(queue: QueueHistory, now: float) -> str:
         return elapsed
     plan = queue.plans[-1]
     left_s = max(0.0, plan.at + plan.makespan_s - now)
-    quality = plan.status if plan.status != "feasible" else f"at most {_gap(plan.makespan_s, plan.bound_s)} too long"
+    quality = (
+        plan.status
+        if plan.status != "feasible"
+        else f"at most {_gap(plan.makespan_s, plan.bound_s)} longer than needed"
+    )
     return f"about {format_duration(left_s)} left by {plan.method} ({quality}) · {elapsed} · plan {len(queue.plans)}"
 
 
@@ -304,7 +308,7 @@ def _note(task: TaskHistory) -> str:
     if task.failure:
         return clean(task.failure)
     if task.is_cancelled:
-        return "is cancelled, saves and ends" if task.state is TaskStage.RUNNING else ""
+        return "being cancelled: saves its state, then ends" if task.state is TaskStage.RUNNING else ""
     lost = [attempt for attempt in task.attempts if attempt.outcome not in (None, "finished")]
     return f"attempt {task.attempts[-1].number}; before: {clean(lost[-1].reason)}" if lost else ""
 

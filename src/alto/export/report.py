@@ -182,7 +182,7 @@ def _read_evaluations(path: Path) -> list[dict[str, Any]]:
         return [dict(entry) for entry in read_json(path).get("evaluations") or ()]
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise RunError(
-            f"{path}: expected a JSON object of metrics, found something else ({error}). Remove the file and evaluate "
+            f"{path}: expected a JSON object of metrics, found invalid content ({error}). Remove the file and evaluate "
             "the run again to have its evaluations in the report."
         ) from None
 

@@ -27,7 +27,7 @@ def describe_samples(history: RunHistory) -> str:
     *others, last = ["the base", *map(clean, history.samples[0].adapters)]
     by = f"{', '.join(others)} and {last}" if others else last
     if history.refit is not None:  # a refit also trains on these rows
-        prompts = f"{format_count_of(len(history.samples), 'prompt')} of rows that are trained too,"
+        prompts = f"{format_count_of(len(history.samples), 'prompt')} of rows that are also trained on,"
     else:
         prompts = format_count_of(len(history.samples), "validation prompt")
     return f"{prompts} continued by {by}"

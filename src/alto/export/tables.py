@@ -156,7 +156,7 @@ def explain_exit(job: JobHistory, *, rung_progress: float | None = None, has_rep
         size = f"{numbers['adapter_bytes'] / 2**20:,.1f} MiB"
         sentence = f"its adapter ({size} with gradient and optimizer state) does not fit into memory"
     elif job.exit_reason == ExitReason.FAILED and "row_tokens" in numbers:
-        sentence = f"a row of {format_count(numbers['row_tokens'])} tokens does not fit into memory by itself"
+        sentence = f"a single row of {format_count(numbers['row_tokens'])} tokens does not fit into memory"
     return sentence or _list_evidence(job.exit_evidence) or _BARE_REASONS.get(job.exit_reason, clean(job.exit_reason))
 
 

@@ -233,7 +233,7 @@ def _wall_time(history: RunHistory) -> str:
     if not history.measuring_s:
         return format_duration(history.duration_s)
     total_s = history.duration_s + history.measuring_s
-    return f"{format_duration(total_s)}, {format_duration(history.measuring_s)} of them for measuring"
+    return f"{format_duration(total_s)}, including {format_duration(history.measuring_s)} for measuring"
 
 
 def final_summary(

@@ -34,14 +34,17 @@ def winner_commands(
     """
     run = shlex.quote(str(run_dir))
     alone = (
-        "Train its configuration alone, once the keys below and your rows are in a task file",
+        "Train its configuration alone, after you put the keys below and your rows into a task file",
         "alto tune winner.yaml",
     )
     if has_labels:
         return [alone]
     return [
-        ("Measure it beside the base model", f"alto eval {run} --baseline"),
-        ("Write its answers, and those of the base model", f"alto eval {run} --save-predictions answers.jsonl"),
+        ("Compare it with the base model", f"alto eval {run} --baseline"),
+        (
+            "Write its answers and the base model's answers to a file",
+            f"alto eval {run} --save-predictions answers.jsonl",
+        ),
         ("Serve it with vLLM", _vllm_command(history, winner, run_dir)),
         alone,
     ]

@@ -189,7 +189,7 @@ def describe_scoring(finalists: Sequence[FinalistScore], scorer: str, failure: s
     """Describe in one line how the winner was chosen among the finalists: by their scores, or why there are none; empty
     if only the metric chose."""
     if failure:
-        return f"the scorer {clean(scorer)} failed: {clean(failure)}; the metric chose"
+        return f"the scorer {clean(scorer)} failed: {clean(failure)}; the metric chose the winner"
     if not finalists:
         return ""
     by = "answers" if scorer in ("", "eval_accuracy") else f"answers ({clean(scorer).replace('_', ' ')})"
@@ -210,8 +210,8 @@ def describe_adapter_check(check: AdapterCheck) -> str:
         difference = f"{check.difference or 0.0:.1e}"
         return f"{peft} loads the best adapter as it was trained (logits differ by {difference}, relative)"
     return (
-        f"{peft} does not load the best adapter as it was trained: {clean(check.why)}. ALTO does (alto eval); use it "
-        "with PEFT only once its logits are the same there"
+        f"{peft} does not load the best adapter as it was trained: {clean(check.why)}. ALTO does (alto eval); use the "
+        "adapter with PEFT only after its logits are the same there"
     )
 
 
@@ -257,7 +257,7 @@ def describe_measuring(event: MeasuringBegun) -> str:
     where = f" in {clean(event.kept_in)}" if event.kept_in else ""
     return (
         f"measuring memory and time of {clean(event.task)} on {clean(event.model)}{left}, longer on a busy machine; "
-        f"kept{where} for later runs of the same task"
+        f"the result is kept{where} for later runs of the same task"
     )
 
 

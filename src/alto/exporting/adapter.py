@@ -1,4 +1,4 @@
-"""Adapters as they were trained, with tokenizer, chat template and card."""
+"""Export of adapters without merging, with tokenizer, chat template and model card."""
 
 from __future__ import annotations
 
@@ -26,12 +26,11 @@ def write_adapter_folder(winner: Winner, form: ExportForm, folder: Path) -> None
     """Write the adapter of ``winner`` into ``folder``.
 
     Args:
-        winner: The adapter.
-        form: ``adapter``, a copy that names the base model as ``winner`` does; or ``per_expert``.
-        folder: Exists.
+        form: ``adapter``: a copy that names the base model as ``winner`` does; or ``per_expert``.
+        folder: An existing folder.
 
     Raises:
-        UnsupportedError: ``form`` is ``per_expert``, and the adapter cannot be written so, or need not.
+        UnsupportedError: ``form`` is ``per_expert``, and the adapter cannot be, or need not be, written in this form.
         ModelError: The base model's configuration or tokenizer cannot be read.
     """
     source = winner.adapter.folder
@@ -52,7 +51,7 @@ def save_tokenizer(winner: Winner, folder: Path) -> ModelUse:
     """Write the base model's tokenizer with the chat template that the adapter was trained with.
 
     Returns:
-        How the adapter, or the merged model, is loaded and asked with this tokenizer.
+        Facts that decide how the adapter, or the merged model, is loaded and prompted.
     """
     tokenizer = load_tokenizer(winner.base)
     tokenizer.save_pretrained(folder)
@@ -66,7 +65,7 @@ def save_tokenizer(winner: Winner, folder: Path) -> ModelUse:
 
 
 def is_stacked(winner: Winner) -> bool:
-    """Whether the adapter has stacked experts that vLLM reads one by one only."""
+    """Return whether the adapter has stacked experts that vLLM can read only as separate matrices."""
     return winner.adapter.has_experts and is_read_per_expert(winner.adapter, _model_type(winner))
 
 

@@ -1,6 +1,6 @@
 """Model cards of exported folders.
 
-The hub refuses a card whose base model is none of its own, so that a folder of this machine is named in the text alone.
+The hub rejects a card whose base model is not on the hub, so a local base model is named in the text only.
 """
 
 from __future__ import annotations
@@ -18,12 +18,10 @@ _BY = "[ALTO](https://pypi.org/project/alto-lora/)"
 
 
 def adapter_card(winner: Winner, form: ExportForm, use: ModelUse) -> str:
-    """The card of an adapter: the text of the one beside it, which a run's best adapter has, or a new one.
+    """Return the card of an adapter: a copy of the existing card, which a run's best adapter has, or a new card.
 
     Args:
-        winner: The adapter.
         form: ``adapter`` or ``per_expert``.
-        use: How it is loaded and asked with the tokenizer in its folder.
     """
     base = winner.base_model if is_hub_id(winner.base_model) else ""
     header = card_header(base, library="peft", pipeline=use.pipeline, tags=adapter_tags(base))
@@ -36,7 +34,7 @@ def adapter_card(winner: Winner, form: ExportForm, use: ModelUse) -> str:
     how = f"\n\n{code}"
     if form == "per_expert":
         command, _ = adapter_command(winner, Path("path/to/this/folder"), is_stacked=False)
-        how = " Every expert's matrices are by themselves, as vLLM reads them; PEFT does not load this form.\n"
+        how = " The matrices of every expert are stored separately, as vLLM reads them; PEFT does not load this form.\n"
         how += f"\n{_shell(command)}" if command else ""
     return f"""{header}
 # {winner.name}
@@ -45,20 +43,20 @@ LoRA adapter for `{winner.base_model}`, rank {winner.adapter.rank}, exported by 
 
 
 def merged_card(winner: Winner, difference: float, what: str, use: ModelUse) -> str:
-    """The card of a merged model for transformers.
+    """Return the card of a merged model for transformers.
 
     Args:
         winner: The adapter that was merged.
-        difference: Between its logits in float32 and those of the adapter on its base, relative.
-        what: The files, in words.
-        use: How it is loaded and asked.
+        difference: Relative difference between the merged model's logits in float32 and those of the adapter on its
+            base model.
+        what: A description of the files.
     """
     text = _merged_text(winner, difference, what)
     return f"{_model_header(winner, 'transformers', use.pipeline)}{text}\n{use.merged_code()}"
 
 
 def gguf_card(winner: Winner, difference: float, file_name: str) -> str:
-    """The card of a merged model in one file; ``difference`` as in :func:`merged_card`."""
+    """Return the card of a merged model in a GGUF file; ``difference`` is the same as in :func:`merged_card`."""
     text = _merged_text(winner, difference, f"`{file_name}`, for llama.cpp")
     return f"{_model_header(winner, 'gguf', 'text-generation')}{text}\n{_shell(gguf_command(Path(file_name)))}"
 
@@ -73,7 +71,7 @@ def _merged_text(winner: Winner, difference: float, what: str) -> str:
 # {winner.name}
 
 `{winner.base_model}` with a LoRA adapter of rank {winner.adapter.rank} merged into its weights by {_BY}: {what}.
-Merged in float32, its logits differ from those of the adapter on its base by {difference:.1e} (relative).
+Merged in float32; the logits differ from those of the base model with the adapter by {difference:.1e} (relative).
 """
 
 

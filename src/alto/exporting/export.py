@@ -1,4 +1,4 @@
-"""Writes one folder: an adapter, a merged model, a GGUF file, or the configuration of another trainer."""
+"""Writes an export folder: an adapter, a merged model, a GGUF file, or the configuration of another trainer."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _CHOICES: Mapping[str, Any] = {"gguf": GgufType, "config": ForeignTool}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportSettings:
-    """What is exported, and where to.
+    """Settings of an export; without any of the first four, the adapter is copied as it is.
 
     Attributes:
-        merged: A model with the adapter merged, in safetensors.
-        gguf: A model with the adapter merged, in one GGUF file with matrices of this type.
-        per_expert: The adapter with every expert's matrices by themselves.
-        config: The configuration of this trainer.
-        push_to_hub: Repository of the hub that the folder is uploaded to.
+        merged: Write a model with the adapter merged, in safetensors.
+        gguf: Write a model with the adapter merged, in one GGUF file with matrices of this type.
+        per_expert: Write the adapter with separate matrices for every expert.
+        config: Write a configuration of this trainer.
+        push_to_hub: Repository on the hub to which the folder is uploaded.
 
     Raises:
-        SpecError: Several of the first four are set, or one has an unknown value.
+        SpecError: More than one of the first four is set, or a value is unknown.
     """
 
     merged: bool = False
@@ -54,12 +54,12 @@ class ExportSettings:
         if len(chosen) > 1:
             raise SpecError(
                 f"export: expected one of merged, gguf, per_expert and config, found {' and '.join(chosen)}; write "
-                "each into a folder of its own"
+                "each into a separate folder"
             )
 
     @property
     def form(self) -> ExportForm:
-        """What the folder will hold."""
+        """The form of the exported files."""
         if self.merged:
             return "merged"
         if self.gguf is not None:
@@ -70,13 +70,13 @@ class ExportSettings:
 
 
 def check_before(folder: Path, settings: ExportSettings) -> None:
-    """Check what can be checked before an adapter is read: the folder, the hub, and the packages that are needed.
+    """Check the folder, access to the hub, and the needed packages before an adapter is read.
 
     Raises:
         RunExistsError: ``folder`` has files.
-        SpecError: ``push_to_hub`` is no name of a repository.
+        SpecError: ``push_to_hub`` is not a valid repository name.
         HubError: There is no token for the hub, or the hub does not accept it.
-        UnsupportedError: A package is not installed.
+        UnsupportedError: A needed package is not installed.
     """
     check_free(folder)
     if settings.push_to_hub is not None:
@@ -88,20 +88,18 @@ def check_before(folder: Path, settings: ExportSettings) -> None:
 
 
 def write_export(winner: Winner, folder: Path, settings: ExportSettings) -> ExportResult:
-    """Write ``folder``, complete or not at all, and upload it where that is asked for.
+    """Write ``folder``, completely or not at all, and upload it if requested.
 
     Args:
-        winner: What is exported.
-        folder: An absolute path that :func:`check_before` lets through.
-        settings: In which form.
+        folder: An absolute path that :func:`check_before` accepts.
 
     Raises:
         RunExistsError: ``folder`` has files; nothing was done.
-        RunWriteError: The disk is full, or cannot be written; nothing is left of the folder.
-        HubError: The hub refuses the finished folder.
-        UnsupportedError: The adapter, or its base model, cannot be exported in this form.
-        ModelError: The base model cannot be used; or the merged model has other logits than the adapter.
-        SpecError: The configuration of another trainer is asked for, and there is no run.
+        RunWriteError: The disk is full or cannot be written; the incomplete folder was removed.
+        HubError: The hub rejects the finished folder.
+        UnsupportedError: The adapter or its base model cannot be exported in this form.
+        ModelError: The base model cannot be used, or the logits of the merged model differ from those of the adapter.
+        SpecError: A configuration of another trainer is requested, and the adapter does not come from a run.
     """
     write = {"merged": _write_merged, "gguf": _write_gguf, "config": _write_config}.get(settings.form, _write_adapter)
     result = write(winner, folder, settings)

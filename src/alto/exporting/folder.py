@@ -1,4 +1,4 @@
-"""A folder that is complete or not there."""
+"""Atomic creation of a folder: it is complete, or it does not exist."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ __all__ = ["check_free", "new_folder"]
 
 
 def check_free(folder: Path) -> None:
-    """Check that there is nothing at ``folder``, or an empty folder.
+    """Check that ``folder`` does not exist or is an empty folder.
 
     Raises:
-        RunExistsError: There is a file, or a folder with files.
+        RunExistsError: It is a file, or a folder with files.
     """
     if not folder.exists():
         return
     if not folder.is_dir():
         raise RunExistsError(
-            f"{folder}: expected a folder that does not exist yet, or an empty one, found a file; name a folder, in "
-            "which the files get names of their own"
+            f"{folder}: expected a folder that does not exist yet, or an empty one, found a file; name a folder; "
+            "ALTO names the files in it"
         )
     count = sum(1 for _ in folder.iterdir())
     if count:
         raise RunExistsError(
-            f"{folder}: expected a folder that does not exist yet, or an empty one, found one with {count} "
+            f"{folder}: expected a folder that does not exist yet, or an empty one, found a folder with {count} "
             f"file{'' if count == 1 else 's'}; name another folder, or remove this one"
         )
 
 
 @contextlib.contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A temporary folder beside ``folder``, which becomes ``folder`` when the block ends; removed where it fails.
+    """Yield a temporary folder; rename it to ``folder`` when the block ends, or remove it on an error.
 
     Raises:
         RunExistsError: ``folder`` has files.
-        RunWriteError: The disk is full, or cannot be written.
+        RunWriteError: The disk is full or cannot be written.
     """
     check_free(folder)
     fresh = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.new")
@@ -57,7 +57,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
         sync_folder(folder.parent)
     except AltoError:
         raise
-    except (OSError, SafetensorError) as error:  # safetensors raises its own class, with the system's error in its text
+    except (OSError, SafetensorError) as error:  # safetensors wraps OS errors in its own class
         failure = error if isinstance(error, OSError) else OSError(str(error))
         raise write_error(folder, failure, "free disk space, or name another folder") from error
     finally:

@@ -1,6 +1,6 @@
-"""A model in one GGUF file, as llama.cpp reads it.
+"""Writing of a model to one GGUF file for llama.cpp.
 
-Conventions: llama.cpp, ``convert_hf_to_gguf.py`` (``ModelBase.prepare_tensors``, ``LlamaModel.permute``).
+Conventions are those of llama.cpp, ``convert_hf_to_gguf.py`` (``ModelBase.prepare_tensors``, ``LlamaModel.permute``).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _BIASED: Mapping[str, tuple[str, ...]] = {
     "qwen2": ("q_proj", "k_proj", "v_proj"),
     "qwen3": (),
 }
-"""By architecture: layers whose biases llama.cpp reads."""
+"""Layers whose biases llama.cpp reads, by architecture."""
 
 
 def check_writable() -> None:
@@ -51,12 +51,11 @@ def check_writable() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class GgufModel:
-    """The description of a file: everything but its tensors.
+    """The contents of a GGUF file except its tensors.
 
     Attributes:
-        file_name: Of the file.
-        type: Of its matrices; vectors are float32, and rows that blocks of 32 numbers do not fill are float16.
-        notes: Notices, as sentences.
+        type: Type of the matrices. Vectors are float32; matrices whose row length is not a multiple of 32 are float16.
+        notes: Notices for the user, as sentences.
     """
 
     file_name: str
@@ -68,10 +67,10 @@ class GgufModel:
 
     @classmethod
     def of(cls, winner: Winner, type: GgufType) -> Self:
-        """The file of the merged model of ``winner``; no weights are read.
+        """Return the description of the merged model of ``winner``; no weights are read.
 
         Raises:
-            UnsupportedError: The base model, its tokenizer or the adapter has something that is not written here.
+            UnsupportedError: The base model, its tokenizer or the adapter has a feature that ALTO cannot write.
         """
         import gguf
 
@@ -98,11 +97,12 @@ class GgufModel:
         )
 
     def tensors(self, model: PreTrainedModel) -> dict[str, Tensor]:
-        """The tensors of ``model`` by their names in the file, float32, rows of queries and keys in llama.cpp's order.
+        """Return the tensors of ``model`` by their names in the file, float32; query and key rows are in llama.cpp's
+        order.
 
         Raises:
-            UnsupportedError: llama.cpp has no name for one.
-            ModelError: One has a number that is not finite, or that float16 cannot hold.
+            UnsupportedError: llama.cpp has no name for a tensor.
+            ModelError: A number is not finite, or too large for float16.
         """
         import gguf
 
@@ -134,14 +134,13 @@ class GgufModel:
         return found
 
     def write(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
-        """Write the file; one tensor at a time is converted.
+        """Write the file; tensors are converted one at a time.
 
         Args:
-            path: Of the file.
             tensors: See :meth:`tensors`.
 
         Raises:
-            OSError: The disk is full, or cannot be written.
+            OSError: The disk is full or cannot be written.
         """
         from gguf.quants import quantize
 
@@ -161,8 +160,11 @@ class GgufModel:
             writer.close()
 
     def _in_order(self, layer: str, weight: Tensor) -> Tensor:
-        """Rows of a head alternate between the halves that rotate together in llama.cpp; in transformers one half is
-        behind the other."""
+        """Return ``weight`` with rows in llama.cpp's order.
+
+        In llama.cpp, rows of a query or key head alternate between the two halves that are rotated together; in
+        transformers, one half follows the other.
+        """
         if self._architecture != "llama" or layer not in ("q_proj", "k_proj"):
             return weight
         config: Any = self._config
@@ -184,7 +186,7 @@ def _arrays(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Any]]:
 
 
 def _layout(shape: tuple[int, ...], kind: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Shape and type of the array of a tensor in a file."""
+    """Return the array shape and dtype of a tensor in a GGUF file."""
     from gguf import GGMLQuantizationType as Kind
     from gguf.quants import quant_shape_to_byte_shape
 

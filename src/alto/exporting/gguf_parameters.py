@@ -1,6 +1,7 @@
 """Hyperparameters of a model in a GGUF file, under the keys of llama.cpp.
 
-Conventions: llama.cpp, ``convert_hf_to_gguf.py`` (``TextModel.set_gguf_parameters``) and ``gguf-py/gguf/constants.py``.
+Conventions are those of llama.cpp, ``convert_hf_to_gguf.py`` (``TextModel.set_gguf_parameters``) and
+``gguf-py/gguf/constants.py``.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ __all__ = ["USE_CONVERTER", "add_parameters", "architecture_of", "rope_factors"]
 USE_CONVERTER = "write the merged model with --merged, and convert that folder with llama.cpp's convert_hf_to_gguf.py"
 
 _ARCHITECTURES: Mapping[str, str] = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-"""By transformers' model type: llama.cpp's architecture."""
+"""Architectures of llama.cpp by the model types of transformers."""
 
 _HEADS_DIFFER = "attention_factor", "mscale", "mscale_all_dim", "truncate"
-"""Settings of YaRN that llama.cpp does not read, or reads otherwise."""
+"""Settings of YaRN that llama.cpp does not read, or interprets differently."""
 
 _YARN_SPEEDS = ("beta_fast", "beta_slow")
 
 
 def architecture_of(config: PreTrainedConfig) -> str:
-    """llama.cpp's name of the architecture that ``config`` describes.
+    """Return llama.cpp's name of the architecture that ``config`` describes.
 
     Raises:
-        UnsupportedError: It is none of those that are written here, or has something that llama.cpp computes otherwise.
+        UnsupportedError: ALTO cannot write this architecture, or llama.cpp computes one of its features differently.
     """
     kind = config.model_type
     if kind not in _ARCHITECTURES or not type(config).__module__.startswith("transformers."):
@@ -40,7 +41,7 @@ def architecture_of(config: PreTrainedConfig) -> str:
     if facts.get("hidden_act") != "silu":
         raise _unsupported("hidden_act silu", repr(facts.get("hidden_act")))
     if architecture == "qwen3" and facts.get("attention_bias"):
-        raise _unsupported("a Qwen3 without biases", "attention_bias")
+        raise _unsupported("a Qwen3 model without biases", "attention_bias")
     rope = _rope(config)
     name = rope.get("rope_type", "default")
     known = ("default", "linear", "yarn", *(("llama3",) if architecture == "llama" else ()))
@@ -57,11 +58,10 @@ def add_parameters(writer: Any, config: PreTrainedConfig, architecture: str) -> 
 
     Args:
         writer: A ``gguf.GGUFWriter``.
-        config: Of the model.
         architecture: See :func:`architecture_of`.
 
     Returns:
-        Notices, as sentences.
+        Notices for the user, as sentences.
     """
     import gguf
 
@@ -96,12 +96,13 @@ def add_parameters(writer: Any, config: PreTrainedConfig, architecture: str) -> 
 
 
 def rope_factors(config: PreTrainedConfig, inverse_frequencies: Tensor) -> Tensor | None:
-    """What llama.cpp divides the frequencies of positions by (``rope_freqs.weight``), float32, ``[head_dim / 2]``; None
-    where it computes them by itself.
+    """Return the factors by which llama.cpp divides the rotary frequencies (``rope_freqs.weight``).
 
     Args:
-        config: Of the model.
-        inverse_frequencies: As the model computes them, float32, ``[head_dim / 2]``.
+        inverse_frequencies: Inverse frequencies that the model computes, float32, ``[head_dim / 2]``.
+
+    Returns:
+        Factors, float32, ``[head_dim / 2]``; None if llama.cpp needs none.
     """
     rope, head_dim = _rope(config), _head_dim(config)
     if rope.get("rope_type") != "llama3":
@@ -120,13 +121,18 @@ def _head_dim(config: Any) -> int:
 
 
 def _context_length(config: Any) -> tuple[int, tuple[str, ...]]:
-    """The longest text, at most a window of attention, which llama.cpp does not have in these architectures."""
+    """Return the context length and a notice.
+
+    The length is limited to a sliding window of the model, because llama.cpp has no sliding windows in these
+    architectures.
+    """
     length, window = int(config.max_position_embeddings), getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
     if not window or window >= length or "sliding_attention" not in kinds:
         return length, ()
     return int(window), (
-        f"Its context length is {window} tokens, the base model's sliding window: llama.cpp attends to the whole text.",
+        f"The file's context length is {window} tokens, the base model's sliding window, because llama.cpp attends to "
+        "the whole text.",
     )
 
 

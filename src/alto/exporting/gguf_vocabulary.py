@@ -1,9 +1,9 @@
 """The tokenizer of a model in a GGUF file: byte-level BPE, as llama.cpp reads it.
 
-llama.cpp splits texts by expressions of its own, which a file names (``tokenizer.ggml.pre``). The name is found by
-comparing how texts are split, not by the tokenizer's name: each of llama.cpp's expressions is written here for the
-package tokenizers. Conventions: llama.cpp, ``convert_hf_to_gguf.py`` (``get_vocab_base``), ``gguf-py/gguf/vocab.py``,
-``src/llama-vocab.cpp``.
+llama.cpp splits texts with its own regular expressions; a file names one of them (``tokenizer.ggml.pre``). ALTO finds
+the name by comparing how a text is split, not by the tokenizer's name: this module has each of llama.cpp's expressions
+for the package ``tokenizers``. Conventions are those of llama.cpp, ``convert_hf_to_gguf.py`` (``get_vocab_base``),
+``gguf-py/gguf/vocab.py``, ``src/llama-vocab.cpp``.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def _split_by(expression: str, *, then_as_gpt2: bool = False) -> PreTokenizer:
 
 @dataclass(frozen=True, slots=True)
 class _Splitter:
-    """One of llama.cpp's ways to split a text.
+    """One of llama.cpp's methods to split a text.
 
     Attributes:
-        build: The same for the package tokenizers.
-        ignores_merges: Whether a piece that is a token is taken as it is; None where both are the same.
+        build: Returns the equivalent for the package ``tokenizers``.
+        ignores_merges: Whether a piece that is a token is used without applying merges; None matches both settings.
     """
 
     build: Callable[[], PreTokenizer]
@@ -60,7 +60,7 @@ _SPLITTERS: Mapping[str, _Splitter] = {
     "qwen2": _Splitter(lambda: _split_by(rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}")),
     "tekken": _Splitter(lambda: _split_by(_TEKKEN), None),
 }
-"""By llama.cpp's names."""
+"""Splitters by llama.cpp's names."""
 
 _TEXT = (
     "Hello, World!  It's 7, 42, 365, 2024 and 1234567 (3.14) - we've DON'T, you'LL, camelCase HTTPServer.\n\n\t  tabs\n"
@@ -68,7 +68,7 @@ _TEXT = (
     "привет МИР Ελλάδα 你好世界 こんにちは กำลัง ភាសាខ្មែរ naïve café 🚀🙂 «»"
     " \n \n\nend"
 )
-"""What splitters are told apart by."""
+"""The text by which splitters are compared."""
 
 _NAMED = ("bos", "eos", "unk", "pad")
 
@@ -78,11 +78,12 @@ def add_vocabulary(writer: Any, tokenizer: Any, vocab_size: int) -> None:
 
     Args:
         writer: A ``gguf.GGUFWriter``.
-        tokenizer: Of transformers.
-        vocab_size: Rows of the model's embeddings; those without a token are named ``[PAD…]``, and unused.
+        tokenizer: A tokenizer of transformers.
+        vocab_size: Number of rows of the model's embeddings; rows without a token become unused tokens ``[PAD…]``.
 
     Raises:
-        UnsupportedError: It is no byte-level BPE, or splits or marks texts as llama.cpp cannot.
+        UnsupportedError: The tokenizer is not a byte-level BPE, or splits texts or adds special tokens in a way that
+            llama.cpp cannot.
     """
     import gguf
 
@@ -117,7 +118,7 @@ def add_vocabulary(writer: Any, tokenizer: Any, vocab_size: int) -> None:
 
 
 def _state_of(tokenizer: Any) -> dict[str, Any]:
-    """The description of a byte-level BPE."""
+    """Return the ``tokenizer.json`` contents of a byte-level BPE tokenizer."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise _unsupported("a tokenizer of the package tokenizers (tokenizer.json)", type(tokenizer).__name__)
@@ -127,9 +128,9 @@ def _state_of(tokenizer: Any) -> dict[str, Any]:
     if model.get("type") != "BPE" or kinds != {"ByteLevel"} or model.get("byte_fallback"):
         raise _unsupported("a byte-level BPE tokenizer", f"{model.get('type')} with the decoder {decoder.get('type')}")
     if normalizer.get("type") not in (None, "NFC"):
-        raise _unsupported("a tokenizer that takes texts as they are", f"the normalizer {normalizer.get('type')}")
+        raise _unsupported("a tokenizer that does not change texts", f"the normalizer {normalizer.get('type')}")
     if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
-        raise _unsupported("a BPE tokenizer without marks inside of words", "continuing_subword_prefix or a suffix")
+        raise _unsupported("a BPE tokenizer that does not mark parts of words", "continuing_subword_prefix or a suffix")
     return state
 
 
@@ -139,7 +140,7 @@ def _splitter_of(tokenizer: Any, ignores_merges: bool) -> str:
     for name, splitter in _SPLITTERS.items():
         if splitter.ignores_merges in (None, ignores_merges) and _pieces(splitter.build()) == wanted:
             return name
-    raise _unsupported(f"a tokenizer that splits texts as one of {', '.join(_SPLITTERS)}", "another way")
+    raise _unsupported(f"a tokenizer that splits texts like one of {', '.join(_SPLITTERS)}", "a different splitter")
 
 
 def _pieces(splitter: PreTokenizer) -> list[str]:
@@ -147,12 +148,12 @@ def _pieces(splitter: PreTokenizer) -> list[str]:
 
 
 def _as_text(merge: Any) -> str:
-    """Both parts of a merge with a blank between them, which older files have already."""
+    """Return both parts of a merge joined with a space; older files already store merges in this form."""
     return merge if isinstance(merge, str) else " ".join(merge)
 
 
 def _marks(tokenizer: Any) -> tuple[bool, bool]:
-    """Whether every text gets the token of its beginning, and of its end."""
+    """Return whether the tokenizer adds the BOS token to every text, and whether it adds the EOS token."""
     bare, marked = (tokenizer("a", add_special_tokens=is_marked)["input_ids"] for is_marked in (False, True))
     for begins in (False, True):
         for ends in (False, True):
@@ -160,7 +161,7 @@ def _marks(tokenizer: Any) -> tuple[bool, bool]:
             after = [tokenizer.eos_token_id] if ends else []
             if marked == [*before, *bare, *after]:
                 return begins, ends
-    raise _unsupported("a tokenizer that adds the BOS and EOS tokens alone", f"{marked} for a text of {bare}")
+    raise _unsupported("a tokenizer that adds only the BOS and EOS tokens", f"{marked} for a text of {bare}")
 
 
 def _unsupported(expected: str, found: str) -> UnsupportedError:

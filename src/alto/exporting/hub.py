@@ -14,7 +14,7 @@ __all__ = ["check_pushable", "push", "repository_fault"]
 
 
 def repository_fault(name: str) -> str:
-    """Why ``name`` cannot be a repository of the hub; empty where it can."""
+    """Return the reason why ``name`` is not a valid repository name; empty if it is valid."""
     try:
         validate_repo_id(name)
     except HFValidationError as error:
@@ -26,7 +26,7 @@ def check_pushable(repository: str) -> None:
     """Check, before anything is written, that ``repository`` can be pushed to.
 
     Raises:
-        SpecError: It is no name of a repository.
+        SpecError: It is not a valid repository name.
         HubError: There is no token, or the hub does not accept it.
     """
     fault = repository_fault(repository)
@@ -41,7 +41,7 @@ def check_pushable(repository: str) -> None:
         )
     try:
         HfApi().whoami()
-    except Exception as error:  # the hub's, those of its HTTP client, and the system's
+    except Exception as error:  # errors of the hub, of its HTTP client, or of the system
         raise HubError(
             f"push_to_hub: expected a hub that accepts the token, found: {error}; log in with a token that may write: "
             "hf auth login"
@@ -49,13 +49,13 @@ def check_pushable(repository: str) -> None:
 
 
 def push(folder: Path, repository: str) -> str:
-    """Upload the files of ``folder`` to ``repository``, which is made, and private, where there is none.
+    """Upload the files of ``folder`` to ``repository``, which is created as a private repository if it does not exist.
 
     Returns:
-        Its address.
+        The repository's URL.
 
     Raises:
-        HubError: The hub refuses, or cannot be reached; the folder stays.
+        HubError: The hub rejects the upload, or cannot be reached; the folder is kept.
     """
     api = HfApi()
     try:

@@ -1,4 +1,4 @@
-"""The commands that serve what was exported."""
+"""Commands that serve exported models."""
 
 from __future__ import annotations
 
@@ -13,32 +13,33 @@ __all__ = ["adapter_command", "gguf_command", "model_command"]
 
 
 def adapter_command(winner: Winner, folder: Path, *, is_stacked: bool) -> tuple[str, tuple[str, ...]]:
-    """The command by which vLLM serves an adapter on its base; empty where it cannot, with the reason.
+    """Return the command that serves an adapter on its base model with vLLM.
 
     Args:
-        winner: The adapter.
-        folder: Where it was exported to.
-        is_stacked: Whether it has stacked experts that vLLM reads one by one only.
+        folder: The export folder.
+        is_stacked: Whether the adapter has stacked experts that vLLM can read only as separate matrices.
 
     Returns:
-        The command, and notices as sentences.
+        The command, and notices as sentences. If vLLM cannot serve the adapter, the command is empty and a notice has
+        the reason.
     """
     obstacle = vllm_obstacle(winner.adapter)
     if obstacle is not None:
         expected, found = obstacle
         return "", (
-            f"vLLM cannot serve it: expected {expected}, found {found}; --merged makes a model that it serves.",
+            f"vLLM cannot serve the adapter: expected {expected}, found {found}; --merged writes a model that vLLM "
+            "serves.",
         )
     if is_stacked:
         return "", (
-            "vLLM cannot serve it in this form: it reads every expert by itself on this base model; --per-expert "
-            "writes it so.",
+            "vLLM cannot serve the adapter in this form: for this base model, it reads every expert separately; "
+            "--per-expert writes the adapter in that form.",
         )
     notes = []
     if winner.base.quantisation != "none":
         notes.append(
-            f"It was trained on the base model in {winner.base.quantisation.removesuffix('bit')} bits; the command "
-            "serves it on the base model as it lies on disk."
+            f"The adapter was trained on the base model in {winner.base.quantisation.removesuffix('bit')} bits; the "
+            "command serves it on the base model as stored on disk."
         )
     options = ["--enable-lora", "--max-lora-rank", str(vllm_rank(winner.adapter.rank))]
     if winner.base.chat_template is not None:
@@ -49,17 +50,17 @@ def adapter_command(winner: Winner, folder: Path, *, is_stacked: bool) -> tuple[
 
 
 def model_command(winner: Winner, folder: Path) -> str:
-    """The command by which vLLM serves a merged model in ``folder``."""
+    """Return the command that serves the merged model in ``folder`` with vLLM."""
     return shlex.join(["vllm", "serve", str(folder), *_calls(winner), *_trust(winner)])
 
 
 def gguf_command(file: Path) -> str:
-    """The command by which llama.cpp serves a GGUF file."""
+    """Return the command that serves a GGUF file with llama.cpp."""
     return shlex.join(["llama-server", "--jinja", "-m", str(file)])
 
 
 def _calls(winner: Winner) -> list[str]:
-    """Name the parser of calls where the template is ALTO's own; of any other their form is unknown."""
+    """Return vLLM's options for tool calls if the chat template is ALTO's own; other templates may use any form."""
     if winner.base.chat_template != chat_template_text(TOOLS_TEMPLATE):
         return []
     return ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]

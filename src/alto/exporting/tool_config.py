@@ -1,7 +1,7 @@
-"""A configuration of TRL, Axolotl or LLaMA-Factory that trains the exported job.
+"""Writing of a TRL, Axolotl or LLaMA-Factory configuration that trains the exported job.
 
-What is written is read back by :mod:`alto.importing`, and every setting that does not come back is reported: no key is
-left out without a word.
+:mod:`alto.importing` reads the written file back, and every setting that is then different is reported, so that no
+setting is lost silently.
 """
 
 from __future__ import annotations
@@ -35,32 +35,31 @@ _SHARED = (
     *("method", "dataset", "dataset_config", "dataset_train_split", "max_length", "train_on"),
     *("validation_dataset", "validation_split", "max_samples", "dtype", "load_in_4bit", "load_in_8bit"),
 )
-"""Keys of a task that decide what a job learns from, or how it is judged."""
+"""Keys of a task that affect training or validation of its jobs."""
 
 _OF_FORMS = ("loss_type", "loss_weights", "rpo_alpha")
-"""Settings of DPO that are written as one sum of forms."""
+"""Settings of DPO that are compared as one weighted sum of loss forms."""
 
 
 def write_tool_config(winner: Winner, tool: ForeignTool, fresh: Path, folder: Path) -> tuple[str, tuple[str, ...]]:
     """Write the configuration of ``tool`` that trains the job of ``winner``.
 
     Args:
-        winner: Of a run.
-        tool: Whose configuration.
-        fresh: Where it is written.
-        folder: What ``fresh`` will be called.
+        winner: An adapter of a run.
+        fresh: The folder in which files are written.
+        folder: The final path of ``fresh``.
 
     Returns:
-        The command that trains it; and notices, as sentences, one for each setting that the tool has no place for.
+        The command that starts training; and notices, as sentences, one for each setting that the tool does not have.
 
     Raises:
-        SpecError: The adapter is of no run.
-        UnsupportedError: The tool does not train the method, or cannot read the dataset.
+        SpecError: The adapter does not come from a run.
+        UnsupportedError: The tool cannot train with the method, or cannot read the dataset.
     """
     task, config = winner.task, winner.config
     if task is None or config is None or winner.rows is None:
         raise SpecError(
-            f"config: expected a run, whose task says what was trained on what, found the adapter "
+            f"config: expected a run, whose task names the model, the data and the method, found the adapter "
             f"{winner.adapter.folder}; name the run"
         )
     check_dataset(task)
@@ -68,7 +67,7 @@ def write_tool_config(winner: Winner, tool: ForeignTool, fresh: Path, folder: Pa
     written = _WRITERS[tool](task, config, model, winner.rows, fresh)
     if written is None:
         raise UnsupportedError(
-            f"config: expected a method that {title} trains from a file, found {task.method!r}"
+            f"config: expected a method that {title} trains from a configuration file, found {task.method!r}"
             f"{' with this loss_type' if task.method == 'cpo' else ''}; result.best_config has PEFT's and TRL's objects"
         )
     for name, text in written.others.items():
@@ -84,12 +83,12 @@ def write_tool_config(winner: Winner, tool: ForeignTool, fresh: Path, folder: Pa
 
 
 def _moved(value: Any, old: str, new: str) -> Any:
-    """A path below the folder ``old`` as one below ``new``, any other value as it is."""
+    """Return ``value`` with the leading folder ``old`` replaced by ``new``; other values are returned unchanged."""
     return new + value.removeprefix(old) if isinstance(value, str) and value.startswith(old) else value
 
 
 def _left_out(task: Task, config: JobConfig, rows: Rows, file: Path, tool: ForeignTool) -> list[str]:
-    """Settings that are not the same in the task that ``file`` is imported as, as ``key: value``."""
+    """Return the settings, as ``key: value``, that differ in the task that results from importing ``file``."""
     method = [f"method={task.method}"] if tool == "trl" else []
     imported = imported_task([import_file(file, tool, method)], method).task
     ours, theirs = _comparable(config), _comparable(imported.jobs[0].config)
@@ -102,7 +101,7 @@ def _left_out(task: Task, config: JobConfig, rows: Rows, file: Path, tool: Forei
     if tool == "trl":
         differing |= _unread_by_trl(rows)
     elif tool == "axolotl" and rows.of_messages is False and rows.form not in NAMED_TYPES:
-        differing["dataset_format"] = rows.form  # its custom types write prompts without the chat template
+        differing["dataset_format"] = rows.form  # Axolotl's custom types do not use the chat template
     if task.base_model.chat_template != imported.base_model.chat_template:
         differing["chat_template"] = task.chat_template
     if task.adapter_dtype != "float32":
@@ -113,7 +112,7 @@ def _left_out(task: Task, config: JobConfig, rows: Rows, file: Path, tool: Forei
 
 
 def _unread_by_trl(rows: Rows) -> dict[str, Any]:
-    """What TRL does not find out about the rows: it knows columns by their own names alone, and joins texts."""
+    """Return row settings that TRL cannot express: it knows only fixed column names, and joins texts directly."""
     if reads_otherwise_in_trl(rows.form, rows.of_messages):
         return {"dataset_format": rows.form}
     renamed = {role: column for role, column in rows.columns.items() if role != column}
@@ -121,7 +120,7 @@ def _unread_by_trl(rows: Rows) -> dict[str, Any]:
 
 
 def _comparable(config: JobConfig) -> dict[str, Any]:
-    """The settings of a job, those in one spelling that have several."""
+    """Return the settings of a job, in one spelling where several are possible."""
     found = config.to_dict()
     found["warmup_steps"] = found.pop("warmup_ratio", 0) or found.get("warmup_steps", 0)
     if isinstance(config.objective, DpoSettings):

@@ -1,5 +1,4 @@
-"""The keys of TRL's, Axolotl's and LLaMA-Factory's configurations that train a job as ALTO does: the reverse of
-:mod:`alto.importing`."""
+"""Converts a job's settings to the keys of TRL, Axolotl and LLaMA-Factory; the reverse is :mod:`alto.importing`."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ _TRL_OF_METHODS: Mapping[str, tuple[str, ...]] = {
     ),
     "kto": ("beta", "loss_type", "desirable_weight", "undesirable_weight", "router_aux_loss_coef"),
 }
-"""By the methods that have a command of TRL: keys of its class of arguments."""
+"""Keys of TRL's argument class, by method; only methods that have a TRL command."""
 
 _AXOLOTL_NAMES = {
     "per_device_train_batch_size": "micro_batch_size",
@@ -51,7 +50,7 @@ _AXOLOTL_METHODS: Mapping[str, Mapping[str, str]] = {
     },
     "cpo": {"beta": "rl_beta", "cpo_alpha": "cpo_alpha", "simpo_gamma": "simpo_gamma"},
 }
-"""By method: its settings and Axolotl's keys for them."""
+"""Axolotl's keys by method and setting."""
 
 _LLAMAFACTORY_METHODS: Mapping[str, Mapping[str, str]] = {
     "sft": {},
@@ -65,20 +64,20 @@ _LLAMAFACTORY_METHODS: Mapping[str, Mapping[str, str]] = {
     "kto": {"beta": "pref_beta", "desirable_weight": "kto_chosen_weight", "undesirable_weight": "kto_rejected_weight"},
     "cpo": {"beta": "pref_beta", "simpo_gamma": "simpo_gamma", "cpo_alpha": "pref_ftx"},
 }
-"""By method: its settings and LLaMA-Factory's keys for them."""
+"""LLaMA-Factory's keys by method and setting."""
 
 _LLAMAFACTORY_FORMS = ("sigmoid", "hinge", "ipo")
-"""Forms of DPO's loss that LLaMA-Factory has."""
+"""Forms of DPO's loss in LLaMA-Factory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFiles:
-    """A configuration of another trainer.
+    """The files of another trainer's configuration.
 
     Attributes:
         keys: The configuration itself.
-        command: Words of the command that trains it, before the name of its file.
-        others: The text of further files, by name.
+        command: Words of the training command, before the name of the configuration file.
+        others: Texts of additional files, by file name.
     """
 
     keys: Mapping[str, Any]
@@ -87,14 +86,11 @@ class ToolFiles:
 
 
 def trl_files(task: Task, config: JobConfig, model: str, rows: Rows, folder: Path) -> ToolFiles | None:
-    """The file of ``trl sft --config``, or of ``dpo`` or ``kto``; None of other methods, which have no such command.
+    """Return the files for ``trl sft --config``, ``trl dpo`` or ``trl kto``; None for methods without such a command.
 
     Args:
-        task: Of the job.
-        config: Of the job.
-        model: The base model, as ``from_pretrained`` takes it.
-        rows: Form and columns of the rows.
-        folder: Where the files will be.
+        model: The base model, as an argument of ``from_pretrained``.
+        folder: The folder of the files.
     """
     if task.method not in _TRL_OF_METHODS:
         return None
@@ -130,8 +126,10 @@ def trl_files(task: Task, config: JobConfig, model: str, rows: Rows, folder: Pat
 
 
 def axolotl_files(task: Task, config: JobConfig, model: str, rows: Rows, folder: Path) -> ToolFiles | None:
-    """The file of ``axolotl train``; None of methods, and forms of CPO's loss, that Axolotl does not have. Arguments as
-    of :func:`trl_files`."""
+    """Return the files for ``axolotl train``; None for methods, or forms of CPO's loss, that Axolotl does not have.
+
+    The arguments are those of :func:`trl_files`.
+    """
     settings = config.objective.model_dump()
     if task.method not in _AXOLOTL_METHODS or (task.method == "cpo" and settings["loss_type"] != "simpo"):
         return None
@@ -180,13 +178,16 @@ def axolotl_files(task: Task, config: JobConfig, model: str, rows: Rows, folder:
 
 
 def llamafactory_files(task: Task, config: JobConfig, model: str, rows: Rows, folder: Path) -> ToolFiles | None:
-    """The file of ``llamafactory-cli train``, and the ``dataset_info.json`` that it needs; None of methods, and forms
-    of CPO's loss, that LLaMA-Factory does not have. Arguments as of :func:`trl_files`."""
+    """Return the files for ``llamafactory-cli train``, with the ``dataset_info.json`` that it needs; None for methods,
+    or forms of CPO's loss, that LLaMA-Factory does not have.
+
+    The arguments are those of :func:`trl_files`.
+    """
     settings = config.objective.model_dump()
     if task.method not in _LLAMAFACTORY_METHODS or (task.method == "cpo" and settings["loss_type"] != "simpo"):
         return None
     own = {name: settings[key] for key, name in _LLAMAFACTORY_METHODS[task.method].items()}
-    if own.get("pref_loss") not in _LLAMAFACTORY_FORMS:  # the import then finds the usual form, and says so
+    if own.get("pref_loss") not in _LLAMAFACTORY_FORMS:  # the re-import then finds and reports the difference
         own.pop("pref_loss", None)
     own |= {"orpo": {"pref_loss": "orpo"}, "cpo": {"pref_loss": "simpo"}}.get(task.method, {})
     targets = config.target_modules
@@ -225,7 +226,7 @@ def llamafactory_files(task: Task, config: JobConfig, model: str, rows: Rows, fo
 
 
 def _trainer_keys(task: Task, config: JobConfig) -> dict[str, Any]:
-    """Keys of ``TrainingArguments``, a share of warmup under the name that it had before transformers 5."""
+    """Return keys of ``TrainingArguments``; a warmup share has the name from before transformers 5."""
     trained = training_arguments(task, config.to_dict(), {})
     found = {key: trained.get(key) for key in _TRAINER}
     share = found["warmup_steps"] or 0
@@ -247,5 +248,5 @@ def _listed(names: Any) -> Any:
 
 
 def _given(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """``keys`` that have a value."""
+    """Return the entries of ``keys`` that have a value."""
     return {key: value for key, value in keys.items() if value is not None and value != {}}

@@ -1,4 +1,4 @@
-"""The adapter that is exported, and what is known of it."""
+"""The adapter to be exported, with facts about its training."""
 
 from __future__ import annotations
 
@@ -19,18 +19,17 @@ __all__ = ["Winner", "is_hub_id"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Winner:
-    """An adapter of a run, or of a folder.
+    """An adapter from a run or from a folder.
 
     Attributes:
-        name: Of the task, or of the folder: a safe file name.
-        adapter: The adapter.
-        base: Its base model, with the chat template that it was trained with.
+        name: Name of the task or of the folder; safe as a file name.
+        base: Its base model, with the chat template that the adapter was trained with.
         is_base_named: Whether the caller named the base model.
-        named_labels: Labels of its classification head, where it has one and they are known.
-        task: The task of its run; None of a folder.
-        config: Configuration of its job; None of a folder.
-        rows: How the rows of the task are laid out; None where that is not needed.
-        data: Facts about its rows, as a run's journal has them: ``form`` and ``of_messages``; empty where unknown.
+        named_labels: Labels of its classification head, if it has a head and they are known.
+        task: The task of its run; None for an adapter from a folder.
+        config: Configuration of its job; None for an adapter from a folder.
+        rows: Layout of the task's rows; None if it is not needed.
+        data: ``form`` and ``of_messages`` of its rows, as in a run's journal; empty if unknown.
     """
 
     name: str
@@ -45,13 +44,12 @@ class Winner:
 
     @property
     def base_model(self) -> str:
-        """The base model that the exported files name: that of the adapter, or the one that the caller has named."""
+        """The base model that exported files name: the model in the adapter's config, or the one the caller named."""
         return resolve_model(self.base.id if self.is_base_named else self.adapter.base_model or self.base.id)
 
     @property
     def labels(self) -> LabelSet | None:
-        """The labels of its classification head, with transformers' names where they are not known; None without a
-        head."""
+        """Labels of the classification head; transformers' default names if unknown, None without a head."""
         if self.named_labels is not None or not self.adapter.has_head:
             return self.named_labels
         names = tuple(f"LABEL_{index}" for index in range(len(self.adapter.weights.extras[HEAD])))
@@ -59,7 +57,7 @@ class Winner:
 
 
 def is_hub_id(model: str) -> bool:
-    """Whether ``model`` can be a model of the hub: neither one of ALTO's nor a path of this machine."""
+    """Return whether ``model`` may be a model on the hub: neither one of ALTO's own models nor a local path."""
     if model in SHIPPED_MODELS or Path(model).expanduser().exists():
         return False
     return not repository_fault(model)

@@ -1,4 +1,4 @@
-"""Configurations of LLaMA-Factory, Axolotl and TRL as tasks. Without torch, and without these tools."""
+"""Import of LLaMA-Factory, Axolotl and TRL configurations as tasks; neither torch nor these tools are needed."""
 
 from alto.importing.draft import Note, NoteKind
 from alto.importing.imported import ImportedFile, ImportedTask, import_file, imported_task

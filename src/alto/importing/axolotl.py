@@ -1,4 +1,4 @@
-"""Axolotl: files of ``axolotl train``."""
+"""Import of Axolotl configurations (``axolotl train``)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MARKS = frozenset(
         *("shuffle_merged_datasets", "chat_template_jinja", "strict", "lora_fan_in_fan_out", "xformers_attention"),
     }
 )
-"""Keys by which a configuration of Axolotl is recognised."""
+"""Keys that identify a configuration of Axolotl."""
 
 _METHODS = {None: "sft", "dpo": "dpo", "ipo": "dpo", "orpo": "orpo", "kto": "kto", "simpo": "cpo"}
 _ADAPTERS = ("lora", "qlora")
@@ -54,23 +54,23 @@ _OTHER_NAMES = {
 }
 
 _PACKED = (
-    "rows that are concatenated without padding, each a row of its own; a packed row of Axolotl holds as many as fit "
-    "into sequence_len: raise per_device_train_batch_size to about as many"
+    "rows that are concatenated without padding and stay separate; a packed row of Axolotl holds as many rows as fit "
+    "into sequence_len: raise per_device_train_batch_size to about that number"
 )
 _KERNEL_PLUGINS = ("liger", "cut_cross_entropy", "kernels")
-"""Parts of the names of plugins that compute the same with other kernels."""
+"""Substrings in the names of plugins that replace kernels without changing results."""
 
 
 def read_axolotl(draft: Draft, method_name: str | None) -> None:
-    """Turn ``draft`` of a configuration of Axolotl into a task.
+    """Convert a configuration of Axolotl to a task.
 
     Args:
-        draft: The configuration; it gets values and a report.
-        method_name: The method, where the user has named one.
+        draft: The configuration; task values and notes are added to it.
+        method_name: The method, if the user named one.
 
     Raises:
-        SpecError: A key has a value that Axolotl does not take.
-        UnsupportedError: It trains something else than adapters, or has a dataset that ALTO cannot read.
+        SpecError: A key has a value that Axolotl does not accept.
+        UnsupportedError: The configuration does not train adapters, or has a dataset that ALTO cannot read.
     """
     _check_adapter(draft)
     if method_name is not None and draft.take("rl") is not None:
@@ -98,7 +98,7 @@ def read_axolotl(draft: Draft, method_name: str | None) -> None:
             draft.put("train_on", "all")
             draft.used("train_on_inputs", "train_on: all")
         else:
-            draft.not_needed("train_on_inputs", f"method {method.name} learns from replies alone")
+            draft.not_needed("train_on_inputs", f"method {method.name} learns only from replies")
     draft.drop(PREFIXES)
     draft.pass_on(ANSWERS, method)
     set_defaults(draft, _DEFAULTS)
@@ -134,7 +134,7 @@ def _read_method(draft: Draft) -> str:
             raise UnsupportedError(f"{key}: expected false, found true: ALTO trains no reward models. Remove the key.")
     name = _METHODS[kind]
     if kind != "dpo" and draft.take("dpo_label_smoothing"):
-        draft.not_needed("dpo_label_smoothing", "Axolotl uses it with rl: dpo alone")
+        draft.not_needed("dpo_label_smoothing", "Axolotl uses it only with rl: dpo")
     if kind == "ipo":
         draft.put("loss_type", "ipo")
         draft.used("rl", "method: dpo with loss_type: ipo")
@@ -147,7 +147,7 @@ def _read_method(draft: Draft) -> str:
 
 
 def _read_beta(draft: Draft) -> None:
-    """``beta`` of the mapping ``trl`` overrules the others."""
+    """Read ``beta``; the value in the mapping ``trl`` takes precedence over the other keys."""
     settings = draft.given.get("trl")
     if isinstance(settings, Mapping):
         draft.put("beta", settings.get("beta"))
@@ -158,19 +158,19 @@ def _read_beta(draft: Draft) -> None:
 
 
 def _read_template(draft: Draft) -> None:
-    """``chat_template`` names one of Axolotl's own, or says that the text is in ``chat_template_jinja``."""
+    """Read ``chat_template``: the name of one of Axolotl's templates, or a reference to ``chat_template_jinja``."""
     name = draft.take_text("chat_template", "tokenizer_default")
     read_template_file(draft, "chat_template_jinja")
     if "chat_template" not in draft.values and name not in ("tokenizer_default", "jinja"):
         draft.not_supported(
             "chat_template",
-            f"{quoted(name)} is one of Axolotl's own templates: rows are written by that of the model's "
-            "tokenizer; write the Jinja text of another in chat_template",
+            f"{quoted(name)} is one of Axolotl's own templates: rows are written by the template of the model's "
+            "tokenizer; write the Jinja text of a different template in chat_template",
         )
 
 
 def _read_schedule(draft: Draft) -> None:
-    """Axolotl's floor of a cosine, and its warmup where none is given."""
+    """Read Axolotl's minimum learning rate of a cosine schedule, and set its default warmup if none is given."""
     if draft.given.get("bf16") == "full":
         draft.given["bf16"] = True
     floor = draft.take("cosine_min_lr_ratio")
@@ -185,12 +185,13 @@ def _read_schedule(draft: Draft) -> None:
         draft.given["warmup_ratio"] = _WARMUP
         draft.used(
             "warmup_steps",
-            f"warmup_ratio: {_WARMUP}, Axolotl's warmup where none is given, which ends after 100 steps there",
+            f"warmup_ratio: {_WARMUP}, Axolotl's default warmup; Axolotl ends it after at most 100 steps",
         )
 
 
 def _read_batch(draft: Draft) -> None:
-    """``batch_size`` is that of a whole step; two of the three keys decide the third."""
+    """Read the batch size; ``batch_size`` is the number of rows in a whole optimizer step, and two of the three keys
+    determine the third."""
     rows, parts, step = (draft.take(key) for key in ("micro_batch_size", "gradient_accumulation_steps", "batch_size"))
     if isinstance(step, int) and rows is None and isinstance(parts, int) and parts > 0:
         rows = step // parts
@@ -207,13 +208,13 @@ def _read_targets(draft: Draft) -> None:
     if linear:
         draft.put("target_modules", "all-linear")
         if names:
-            draft.used("lora_target_modules", "target_modules: all-linear, which lora_target_linear asks for")
+            draft.used("lora_target_modules", "target_modules: all-linear, as lora_target_linear requests")
     else:
         draft.put("target_modules", names or None)
 
 
 def _read_trackers(draft: Draft) -> None:
-    """A project in Weights & Biases switches it on, as in Axolotl."""
+    """Read the trackers; as in Axolotl, naming a project of Weights & Biases enables that tracker."""
     wandb: Any = draft.take("use_wandb")
     project, mode = draft.take("wandb_project"), draft.take("wandb_mode")
     names = []
@@ -233,7 +234,7 @@ def _read_plugins(draft: Draft) -> None:
     if foreign:
         draft.not_supported("plugins", f"{quoted(', '.join(foreign))}: plugins of Axolotl are not loaded")
     elif names:
-        draft.not_needed("plugins", "plugins of Axolotl are not loaded; ALTO has kernels of its own")
+        draft.not_needed("plugins", "plugins of Axolotl are not loaded; ALTO has its own kernels")
 
 
 def _read_length(draft: Draft) -> None:
@@ -251,5 +252,5 @@ def _read_tokens(draft: Draft) -> None:
     for key in changed:
         draft.not_supported(
             f"special_tokens.{key}",
-            "the tokenizer is used as it is: save one with this token, and name its folder in 'model'",
+            "the tokenizer is not changed: save a tokenizer with this token, and name its folder in 'model'",
         )

@@ -1,4 +1,4 @@
-"""Axolotl's keys that tasks do not have, and why."""
+"""Axolotl's keys that tasks do not have, with the reasons."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from alto.importing.draft import Answers
 __all__ = ["ANSWERS", "PREFIXES"]
 
 PREFIXES = ("swanlab_", "comet_", "otel_", "gradio_", "trackio_")
-"""Keys of other trackers and of a chat in a browser, which alone do nothing."""
+"""Prefixes of keys for other trackers and for a chat in the browser, which have no effect alone."""
 
 _NOT_NEEDED: Mapping[str, tuple[str, ...]] = {
     "transformers finds the classes of model and tokenizer by itself": (
@@ -39,7 +39,7 @@ _NOT_NEEDED: Mapping[str, tuple[str, ...]] = {
         *("pretrain_multipack_buffer_size", "pretrain_multipack_attn", "pretraining_sample_concatenation"),
         *("streaming_multipack_buffer_size", "sample_packing_mp_start_method", "dpo_padding_free"),
     ),
-    "rows are tokenised once for all jobs, and kept in ALTO's cache where they are large (token_cache)": (
+    "rows are tokenised once for all jobs, and kept in ALTO's cache if they are large (token_cache)": (
         *("dataset_prepared_path", "dataset_processes", "dataset_keep_in_memory", "dataset_shard_num"),
         *("dataset_shard_idx", "push_dataset_to_hub", "hf_use_auth_token", "is_preprocess", "preprocess_iterable"),
         *("skip_prepare_dataset", "dataset_num_proc"),
@@ -59,7 +59,7 @@ _NOT_NEEDED: Mapping[str, tuple[str, ...]] = {
     ),
     "how a layer stores its weight is read from the model": ("lora_fan_in_fan_out",),
     "ALTO chooses how a model is loaded": ("strict", "experimental_skip_move_to_device", "low_cpu_mem_usage"),
-    "only the kind of training, or the plugin, that they belong to reads them": (
+    "only the kind of training or the plugin to which the key belongs reads it": (
         *("eaft_alpha", "eaft_k", "dion_lr", "dion_momentum", "dion_rank_fraction", "dion_rank_multiple_of"),
         *("scaling_softmax_factor", "scaling_softmax_bias", "center_rewards_coefficient", "vllm"),
     ),
@@ -87,12 +87,12 @@ _NOT_NEEDED: Mapping[str, tuple[str, ...]] = {
     "rows are shuffled in every epoch": ("shuffle_merged_datasets", "shuffle_before_merging_datasets"),
     "with loraplus_lr_ratio no adapter is on the embeddings": ("loraplus_lr_embedding",),
     "the base keeps one precision, and 'modules_to_save' are trained in float32": ("embeddings_skip_upcast",),
-    "a chat template ends turns by itself": ("eot_tokens",),
+    "the chat template writes the ends of turns": ("eot_tokens",),
 }
 
 _NOT_SUPPORTED: Mapping[str, tuple[str, ...]] = {
     "write it as init_adapter: every job begins with it, and dpo and kto compare with it": ("lora_model_dir",),
-    "the tokenizer is used as it is: save a model and a tokenizer with the tokens, and name that folder in 'model'": (
+    "the tokenizer is not changed: save a model and a tokenizer with the tokens, and name that folder in 'model'": (
         *("tokens", "added_tokens_overrides", "resize_token_embeddings_to_32x", "mean_resizing_embeddings"),
         *("shrink_embeddings", "tokenizer_config", "fix_untrained_tokens", "tokenizer_use_mistral_common"),
     ),
@@ -110,35 +110,35 @@ _NOT_SUPPORTED: Mapping[str, tuple[str, ...]] = {
         "revision_of_model",
     ),
     "put the message into the rows, as a column system or a first message": ("default_system_message",),
-    "a column chat_template_kwargs of the rows gives the chat template its arguments": ("chat_template_kwargs",),
+    "write the arguments of the chat template in a column chat_template_kwargs of the rows": ("chat_template_kwargs",),
     "the loss of method sft is the cross-entropy": ("use_eaft", "scaling_softmax"),
     "the base keeps one precision": ("fp32_norms", "fp32_norm_classes"),
-    "the weights of the base are those of the model": ("reinit_weights",),
+    "the weights of the base model are not changed": ("reinit_weights",),
     "every job shuffles its rows in every epoch, by its own 'seed'": ("curriculum_sampling",),
-    "all adapter matrices have one learning rate; loraplus_lr_ratio sets another one for B": (
+    "all adapter matrices have one learning rate; loraplus_lr_ratio sets a different one for B": (
         *("lr_groups", "embedding_lr", "embedding_lr_scale"),
     ),
-    "schedules are those of transformers": (
+    "ALTO has the schedules of transformers": (
         *("cosine_constant_lr_ratio", "lr_quadratic_warmup", "lr_div_factor", "jagged_restart_steps"),
         *("jagged_restart_warmup_steps", "jagged_restart_anneal_steps"),
     ),
-    "it is about other optimizers": ("adam_epsilon2", "adam_beta3", "torchdistx_path"),
+    "the key applies to optimizers that ALTO does not have": ("adam_epsilon2", "adam_beta3", "torchdistx_path"),
     "only adapters of LoRA and DoRA, biases and classification heads are trained": (
         *("unfrozen_parameters", "relora", "relora_steps", "relora_warmup_steps", "relora_prune_ratio"),
         *("relora_prune_method", "relora_cpu_offload", "relora_anneal_steps", "lisa_n_layers", "lisa_step_interval"),
         *("peft_layer_replication", "peft_trainable_token_indices", "peft_ensure_weight_tying", "peft", "qat"),
     ),
-    "models are quantised by bitsandbytes (NF4, or 8 bits), or as they are on disk": (
+    "models are quantised by bitsandbytes (NF4 or 8 bits), or loaded as stored on disk": (
         *("gptq", "bnb_config_kwargs", "quantization", "model_quantization_config", "fp8", "quantize_moe_experts"),
         *("model_quantization_config_kwargs", "llama4_linearized_experts"),
     ),
-    "attention and positions are the model's own": (
+    "the attention and the positions of the model are not changed": (
         *("s2_attention", "use_pose", "pose_split_on_token_ids", "pose_max_context_len", "pose_num_chunks"),
     ),
-    "all rows are trained; remove those that are too short, or double, from the file": (
+    "all rows are trained; remove rows that are too short and duplicates from the file": (
         *("min_sample_len", "dataset_exact_deduplication"),
     ),
-    "a conversation is cut after its first max_length tokens, the prompt's included": ("max_prompt_len",),
+    "a conversation is cut after its first max_length tokens, which include the prompt": ("max_prompt_len",),
     "jobs are trained with the losses of ALTO's methods": (
         *("trl", "trainer_cls", "dpo_norm_loss", "dpo_use_logits_to_keep", "dpo_generate_during_eval", "ebft"),
     ),
@@ -176,4 +176,4 @@ ANSWERS = Answers(
     },
     never_off=("shuffle_merged_datasets", "peft_autocast_adapter_dtype"),
 )
-"""What is known of the keys of Axolotl's schema (0.8 to 0.13)."""
+"""Handling of the keys in Axolotl's schema (0.8 to 0.13)."""

@@ -1,4 +1,5 @@
-"""Configurations of one task: what they share is fixed, and what differs is a paired search space."""
+"""Combination of several configurations into one task: equal values are fixed, different ones form a paired search
+space."""
 
 from __future__ import annotations
 
@@ -16,13 +17,13 @@ __all__ = ["combined"]
 
 
 def combined(configurations: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The keys of one task of all ``configurations``.
+    """Return the keys of one task that has a job for each of ``configurations``.
 
     Args:
-        configurations: The keys of a task of each file, by the file's name.
+        configurations: Task keys of each file, by the file's name.
 
     Raises:
-        SpecError: They differ in something that is the same for all jobs of a task, or do not differ at all.
+        SpecError: They differ in a key that must be the same for all jobs of a task, or do not differ at all.
     """
     names, given = list(configurations), list(configurations.values())
     if len(given) == 1:
@@ -33,7 +34,7 @@ def combined(configurations: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         found = "; ".join(f"{key} {', '.join(quoted(values.get(key)) for values in given)}" for key in apart)
         raise SpecError(
             f"{', '.join(names)}: expected configurations of one task, with the same model, dataset and "
-            f"whatever else is the same for all jobs, found {found}. Import them one by one."
+            f"other keys that apply to all jobs, found {found}. Import them one by one."
         )
     method = find_method(given[0].get("method", "sft"))
     varied = {}
@@ -56,7 +57,7 @@ def _is_same(values: Sequence[Any]) -> bool:
 
 
 def _default(key: str, method: Method) -> Any:
-    """The default of a job's field, as a task file has it."""
+    """Return the default of a job's field, as it is written in a task file."""
     if key == "lora_alpha":
         return "2*r"
     field = method.fields[key] if key in method.fields else JobConfig.model_fields[key]

@@ -1,4 +1,4 @@
-"""Reads configurations of other tools, and writes a task."""
+"""Reads configurations of other tools, and creates a task from them."""
 
 from __future__ import annotations
 
@@ -29,13 +29,12 @@ _FIELD_ALIASES = {**JOB_ALIASES, **SETTING_ALIASES}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportedFile:
-    """One configuration, read.
+    """A configuration file that was read.
 
     Attributes:
-        path: Its file.
-        tool: The tool whose configuration it is.
-        values: The keys of a task: canonical names, local files by absolute paths.
-        notes: What became of keys that are not taken over as they are.
+        tool: The tool that the configuration is for.
+        values: Keys of a task: canonical names, absolute paths of local files.
+        notes: Outcomes of the keys that are not imported unchanged.
     """
 
     path: Path
@@ -46,12 +45,12 @@ class ImportedFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportedTask:
-    """A task made of configurations.
+    """A task created from configurations.
 
     Attributes:
-        task: Checked as any task.
-        values: Its keys, without defaults of the task itself.
-        files: The configurations that it was made of.
+        task: The validated task.
+        values: Its keys, without keys of the task itself that have default values.
+        files: The configurations from which it was created.
     """
 
     task: Task
@@ -59,7 +58,7 @@ class ImportedTask:
     files: Sequence[ImportedFile]
 
     def to_yaml(self, folder: Path) -> str:
-        """The text of its file in ``folder``: local files below it are named relative to it."""
+        """Return the text of a task file in ``folder``; paths of local files below ``folder`` are relative to it."""
         sources = ", ".join(f"{quoted(file.path.name)[1:-1]} ({file.tool.title})" for file in self.files)
         values = {key: _relative(key, value, folder.resolve()) for key, value in self.values.items()}
         return f"# Imported by alto from {sources}\n{write_yaml(values)}"
@@ -69,13 +68,14 @@ def import_file(path: Path, tool: str | None = None, overrides: Iterable[str] = 
     """Read a configuration of another tool.
 
     Args:
-        path: YAML, or JSON where it ends in ``.json``.
-        tool: Name of the tool; None recognises it by the keys.
-        overrides: ``key=value`` each; here a method among them matters, and a dataset, in place of that of the file.
+        path: A YAML file, or a JSON file if the name ends in ``.json``.
+        tool: Name of the tool; None detects it by the keys.
+        overrides: Strings ``key=value``. They are not applied here, but the file's dataset is not read if an override
+            names one, and a method among the overrides is used.
 
     Raises:
-        SpecError: The file cannot be read, or is none of the tool.
-        UnsupportedError: It trains something that ALTO does not, or has a dataset that ALTO cannot read.
+        SpecError: The file cannot be read, or is not a configuration of the tool.
+        UnsupportedError: It trains something that ALTO cannot train, or has a dataset that ALTO cannot read.
     """
     given = _read(path)
     found = recognise(given, str(path)) if tool is None else find_tool(tool)
@@ -92,15 +92,16 @@ def import_file(path: Path, tool: str | None = None, overrides: Iterable[str] = 
 
 
 def imported_task(files: Sequence[ImportedFile], overrides: Iterable[str] = ()) -> ImportedTask:
-    """The task of ``files``, each of which is one of its configurations.
+    """Create one task from ``files``; the differences between several files become a search space.
 
     Args:
-        files: At least one.
-        overrides: ``key=value`` each, as of :func:`alto.spec.load_task`; a path is relative to the current folder.
+        files: At least one configuration.
+        overrides: Strings ``key=value``, as for :func:`alto.spec.load_task`; paths are relative to the current folder.
 
     Raises:
-        SpecError: The configurations are not of one task, or model or dataset is missing; or as :class:`Task` does.
-        UnknownKeyError, ConflictingKeysError, UnsupportedError: As :class:`Task` does.
+        SpecError: The configurations cannot be jobs of one task, model or dataset is missing, or :class:`Task` raises
+            it.
+        UnknownKeyError, ConflictingKeysError, UnsupportedError: See :class:`Task`.
     """
     names = [str(file.path.resolve()) for file in files]
     twice = next((name for name in names if names.count(name) > 1), None)
@@ -139,7 +140,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def searched_fields(space: object) -> Iterator[str]:
-    """Canonical names of the fields of a search space as it is written."""
+    """Yield the canonical names of the fields in a search space, as it is written in a task file."""
     if isinstance(space, list):
         for pairing in space:
             yield from searched_fields(pairing)
@@ -152,7 +153,7 @@ def searched_fields(space: object) -> Iterator[str]:
 
 
 def _order(values: Mapping[str, Any]) -> list[str]:
-    """The task's own keys as its class has them, then those of jobs, then the search space."""
+    """Return the keys in the order of a task file: those of the task itself, those of jobs, then the search space."""
     last = ("early_exit", "search", "search_space")
     own = [key for key in TASK_FIELDS if key in values and key not in last]
     rest = [key for key in values if key not in own and key not in last]
@@ -160,7 +161,7 @@ def _order(values: Mapping[str, Any]) -> list[str]:
 
 
 def _without_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
-    """``values`` without keys of the task itself that have its default."""
+    """Return ``values`` without keys of the task itself that have default values."""
     kept = {}
     for key, value in values.items():
         field = Task.model_fields.get(key)
@@ -170,12 +171,12 @@ def _without_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _from_here(key: str, value: Any) -> Any:
-    """A path of an override, which is relative to the current folder, as an absolute one."""
+    """Return the absolute path if ``value`` is a path in an override, which is relative to the current folder."""
     if key not in _PATHS or not isinstance(value, str) or (key == "model" and not value.startswith(("./", "../"))):
         return value
     try:
         return str(Path(value).resolve()) if Path(value).exists() else value
-    except OSError:  # no name of a file, as the text of a chat template
+    except OSError:  # not a valid file name, for example the text of a chat template
         return value
 
 

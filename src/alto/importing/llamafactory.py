@@ -1,4 +1,4 @@
-"""LLaMA-Factory: files of ``llamafactory-cli train``."""
+"""Import of LLaMA-Factory configurations (``llamafactory-cli train``)."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ MARKS = frozenset(
         *("flash_attn", "neat_packing", "upcast_layernorm", "use_unsloth", "interleave_probs", "mix_strategy"),
     }
 )
-"""Keys by which a configuration of LLaMA-Factory is recognised."""
+"""Keys that identify a configuration of LLaMA-Factory."""
 
 _PREFIXES = (
     *("freeze_", "oft_", "galore_", "apollo_", "badam_", "ppo_", "swanlab_", "export_", "image_", "video_", "audio_"),
     *("kt_", "vllm_", "sglang_", "profiler_", "asft_", "eaft_", "hyper_parallel_"),
 )
-"""Keys of other kinds of training, of other trackers, of exports, of images and sounds, and settings of what another
-key switches on: alone they do nothing."""
+"""Prefixes of keys that have no effect alone: other kinds of training, other trackers, exports, images and audio, and
+settings of features that another key enables."""
 
 _PACKED = (
     "rows that are concatenated without padding, and never attend to each other; a packed row of LLaMA-Factory holds "
-    "several rows: raise per_device_train_batch_size to about as many"
+    "several rows: raise per_device_train_batch_size to about that number"
 )
 
 _ANSWERS = Answers(
@@ -49,7 +49,7 @@ _ANSWERS = Answers(
         "compute_accuracy": "jobs are compared by their validation loss",
         "eval_on_each_dataset": "the loss on every source of a mixture is recorded",
         "ref_model": "the reference is the frozen base",
-        "disable_gradient_checkpointing": "activations are recomputed where memory needs it, or with "
+        "disable_gradient_checkpointing": "activations are recomputed if memory requires it, or with "
         "gradient_checkpointing: true",
         **dict.fromkeys(
             (
@@ -60,7 +60,7 @@ _ANSWERS = Answers(
                 "tokenized_path",
                 "data_shared_file_system",
             ),
-            "rows are tokenised once for all jobs, and kept in ALTO's cache where they are large (token_cache)",
+            "rows are tokenised once for all jobs, and kept in ALTO's cache if they are large (token_cache)",
         ),
         **dict.fromkeys(
             (
@@ -80,11 +80,11 @@ _ANSWERS = Answers(
         ),
         **dict.fromkeys(
             ("cache_dir", "hf_hub_token", "ms_hub_token", "om_hub_token"),
-            "models come from the cache and with the token of the Hugging Face hub",
+            "models are loaded with the cache and the token of the Hugging Face hub",
         ),
         **dict.fromkeys(
             ("print_param_status", "include_effective_tokens_per_second", "enable_torch_profiler"),
-            "a run's journal and report have what is known of every job",
+            "the journal and the report of a run contain all that is known of every job",
         ),
         **dict.fromkeys(("media_dir", "crop_to_patches", "use_audio_in_video"), "ALTO trains text models"),
         **dict.fromkeys(
@@ -128,11 +128,11 @@ _ANSWERS = Answers(
         "disable_shuffling": "every job shuffles its rows in every epoch, by its own 'seed'",
         "tool_format": "tools are written by the chat template of the model's tokenizer",
         "rope_scaling": "write it into the model's config.json, and give the folder in 'model'",
-        "shift_attn": "attention is the model's own",
-        "mixture_of_depths": "the model is trained as it is",
-        "split_special_tokens": "texts are tokenised as the tokenizer does by itself",
-        "quantization_method": "models are quantised by bitsandbytes, or as they are on disk",
-        "reward_model": "only PPO has one",
+        "shift_attn": "the attention of the model is not changed",
+        "mixture_of_depths": "the layers of the model are not changed",
+        "split_special_tokens": "the tokenizer splits texts by its own settings",
+        "quantization_method": "models are quantised by bitsandbytes, or loaded as stored on disk",
+        "reward_model": "only PPO has a reward model",
         **dict.fromkeys(
             ("ref_model_adapters", "ref_model_quantization_bit"),
             "the reference is the frozen base without an adapter, as it is loaded",
@@ -144,7 +144,7 @@ _ANSWERS = Answers(
         ),
         **dict.fromkeys(
             ("use_galore", "use_apollo", "use_badam", "use_adam_mini", "use_muon", "use_llama_pro"),
-            "it is about the weights of whole layers, and ALTO trains adapters",
+            "it applies to the weights of whole layers, and ALTO trains adapters",
         ),
         "use_swanlab": "trackers are tensorboard, mlflow, wandb and trackio (report_to)",
         "train_from_scratch": "the base model is frozen",
@@ -178,15 +178,15 @@ _STAGES = {"sft": "sft", "dpo": "dpo", "kto": "kto"}
 
 
 def read_llamafactory(draft: Draft, method_name: str | None) -> None:
-    """Turn ``draft`` of a configuration of LLaMA-Factory into a task.
+    """Convert a configuration of LLaMA-Factory to a task.
 
     Args:
-        draft: The configuration; it gets values and a report.
-        method_name: The method, where the user has named one.
+        draft: The configuration; task values and notes are added to it.
+        method_name: The method, if the user named one.
 
     Raises:
-        SpecError: ``dataset_info.json`` or a key of the file is not as LLaMA-Factory has it.
-        UnsupportedError: It trains something else than adapters, or has a dataset that ALTO cannot read.
+        SpecError: ``dataset_info.json`` or a key of the file is not valid in LLaMA-Factory.
+        UnsupportedError: The configuration does not train adapters, or has a dataset that ALTO cannot read.
     """
     stage, kind = draft.take_text("stage", "sft"), draft.take_text("finetuning_type", "lora")
     if kind != "lora":
@@ -217,10 +217,10 @@ def read_llamafactory(draft: Draft, method_name: str | None) -> None:
 
 
 def _read_preference(draft: Draft, stage: str) -> str:
-    """The method of ``stage``; LLaMA-Factory has ORPO and SimPO among the losses of DPO."""
+    """Return the method of ``stage``; in LLaMA-Factory, ORPO and SimPO are losses of the stage DPO."""
     if stage != "dpo":
         if stage == "kto" and draft.take("pref_ftx"):
-            draft.not_supported("pref_ftx", "kto has no cross-entropy beside its loss")
+            draft.not_supported("pref_ftx", "kto has no cross-entropy in addition to its loss")
         _leave_out(draft, ("pref_loss", "pref_ftx", "dpo_label_smoothing", "simpo_gamma"), f"stage: {stage}")
         return _STAGES[stage]
     loss, weight = draft.take_text("pref_loss", "sigmoid"), draft.take("pref_ftx")
@@ -230,7 +230,9 @@ def _read_preference(draft: Draft, stage: str) -> str:
     smoothing, gamma = draft.take("dpo_label_smoothing"), draft.take("simpo_gamma")
     if loss == "orpo":
         if weight:
-            draft.not_supported("pref_ftx", "ORPO has the cross-entropy of chosen replies already, with the weight 1")
+            draft.not_supported(
+                "pref_ftx", "ORPO already includes the cross-entropy of chosen replies, with the weight 1"
+            )
         return "orpo"
     if loss == "simpo":
         draft.values.update({"loss_type": "simpo", "cpo_alpha": weight or 0.0})
@@ -238,7 +240,9 @@ def _read_preference(draft: Draft, stage: str) -> str:
         draft.used("pref_loss", "method: cpo with loss_type: simpo and cpo_alpha: the weight of pref_ftx")
         return "cpo"
     if loss == "kto_pair":
-        raise UnsupportedError("pref_loss: expected another form, found 'kto_pair'. Write stage: kto, with such rows.")
+        raise UnsupportedError(
+            "pref_loss: expected a loss of pairs, found 'kto_pair'. Write stage: kto, with labelled rows."
+        )
     draft.put("loss_type", loss)
     if smoothing:
         draft.put("label_smoothing", smoothing)
@@ -249,7 +253,7 @@ def _read_preference(draft: Draft, stage: str) -> str:
 
 
 def _leave_out(draft: Draft, keys: Iterable[str], where: str) -> None:
-    """Report those of ``keys`` that have a value, of which LLaMA-Factory makes no use ``where`` there is something."""
+    """Report the keys that have a value which LLaMA-Factory ignores because of the setting ``where``."""
     for key in keys:
         if draft.take(key):
             draft.not_needed(key, f"LLaMA-Factory does not use it with {where}")
@@ -260,16 +264,16 @@ def _read_template(draft: Draft) -> None:
     if name is not None:
         draft.not_supported(
             "template",
-            f"{quoted(name)} is one of LLaMA-Factory's own templates: rows are written by that of the model's "
-            "tokenizer; write the Jinja text of another in chat_template",
+            f"{quoted(name)} is one of LLaMA-Factory's own templates: rows are written by the template of the "
+            "model's tokenizer; write the Jinja text of a different template in chat_template",
         )
 
 
 def _read_masks(draft: Draft) -> None:
-    """Which tokens are trained.
+    """Read which tokens are trained.
 
     Raises:
-        SpecError: All of them, and those of the last reply alone: LLaMA-Factory refuses that too.
+        SpecError: The configuration requests both all tokens and the last reply alone, which LLaMA-Factory rejects too.
     """
     if draft.given.get("train_on_prompt") and draft.given.get("mask_history"):
         raise SpecError(
@@ -294,7 +298,7 @@ def _read_adapter(draft: Draft) -> None:
 
 
 def _names(given: Any) -> Any:
-    """A list of modules from a text with commas; any other value as it is."""
+    """Return a list of module names from comma-separated text; other values are returned unchanged."""
     return [name.strip() for name in given.split(",")] if isinstance(given, str) else given
 
 

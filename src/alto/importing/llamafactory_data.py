@@ -1,4 +1,4 @@
-"""Datasets of LLaMA-Factory: names that ``dataset_info.json`` maps to files, hub datasets, columns and tags."""
+"""Import of LLaMA-Factory's datasets: ``dataset_info.json`` maps names to files, hub datasets, columns and tags."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ _ROLE_OF_TAG = {
 
 
 def read_datasets(draft: Draft, method: Method) -> None:
-    """Read ``dataset``, ``eval_dataset``, ``dataset_dir``, and how several are mixed.
+    """Read ``dataset``, ``eval_dataset``, ``dataset_dir``, and the keys for mixing several datasets.
 
     Raises:
-        SpecError: There is no ``dataset_info.json``, or it does not have a dataset.
+        SpecError: There is no ``dataset_info.json``, or a dataset is not in it.
         UnsupportedError: A dataset has a form that ALTO cannot read.
     """
     if draft.replaces_dataset("dataset", "eval_dataset", "dataset_dir", "mix_strategy", "interleave_probs"):
@@ -61,20 +61,22 @@ def read_datasets(draft: Draft, method: Method) -> None:
     info, at = _read_info(draft, folder)
     sources = [_source(draft, info, at, name, method) for name in names]
     if strategy != "concat" and len(sources) > 1:
-        # Without shares rows of all sources alternate.
+        # Without probabilities, LLaMA-Factory takes rows from all sources in turn.
         weights = _names(probabilities) or ["1"] * len(sources)
         sources = [_weighted(source, weight) for source, weight in zip(sources, weights, strict=False)]
         if probabilities is not None:
             draft.used("interleave_probs", "the weights of the mixture's sources")
     elif probabilities is not None:
-        draft.not_needed("interleave_probs", "LLaMA-Factory uses it only where mix_strategy interleaves several")
+        draft.not_needed("interleave_probs", "LLaMA-Factory uses it only if mix_strategy interleaves several datasets")
     put_sources(draft, sources, "dataset")
     if any(source.form == "alpaca" for source in sources):
         draft.used(
             "dataset", "dataset_format: alpaca: an input follows its instruction after a blank line, not a line break"
         )
     if len(held_out) > 1:
-        draft.not_supported("eval_dataset", "one dataset of validation rows can be named; write validation_dataset")
+        draft.not_supported(
+            "eval_dataset", "only one dataset of validation rows can be named; write validation_dataset"
+        )
     elif held_out:
         _put_validation(draft, _source(draft, info, at, held_out[0], method), sources)
 
@@ -99,13 +101,13 @@ def _put_validation(draft: Draft, found: Source, sources: list[Source]) -> None:
     else:
         draft.not_supported(
             "eval_dataset",
-            "validation rows have the form, the columns and the split 'train' of the training rows: convert them, and "
-            "write validation_dataset",
+            "validation rows must have the form, the columns and the split 'train' of the training rows: convert them, "
+            "and write validation_dataset",
         )
 
 
 def _read_info(draft: Draft, folder: object) -> tuple[Mapping[str, Any] | None, Path]:
-    """What ``dataset_info.json`` holds, and its folder; None where all datasets are hub datasets by name."""
+    """Return the contents of ``dataset_info.json`` and its folder; the contents are None if datasets have hub names."""
     if folder == "ONLINE":
         return None, draft.folders[0]
     if not isinstance(folder, str) or folder.startswith("REMOTE:"):
@@ -117,8 +119,8 @@ def _read_info(draft: Draft, folder: object) -> tuple[Mapping[str, Any] | None, 
     if at is None:
         raise SpecError(
             f"dataset_dir: expected a folder with a {_INFO}, found none in "
-            f"{', '.join(dict.fromkeys(map(str, looked)))}. Correct dataset_dir, or start in the folder where "
-            "you train."
+            f"{', '.join(dict.fromkeys(map(str, looked)))}. Correct dataset_dir, or start ALTO in the folder where "
+            "you train with LLaMA-Factory."
         )
     try:
         info = read_json(at / _INFO)
@@ -136,15 +138,15 @@ def _source(draft: Draft, info: Mapping[str, Any] | None, at: Path, name: str, m
     if not isinstance(entry, Mapping):
         raise SpecError(f"{where}: expected a mapping, found {quoted(entry)}. Correct the name, or add the dataset.")
     if entry.get("num_samples") is not None:
-        draft.not_supported("num_samples", f"of {where}: write max_samples, which holds for every source")
+        draft.not_supported("num_samples", f"in {where}: write max_samples, which applies to every source")
     columns = entry.get("columns")
     if not isinstance(columns, Mapping | None):
         raise SpecError(f"{where}: expected columns that are a mapping, found {quoted(columns)}. Correct the file.")
     media = [key for key in _MEDIA if (columns or {}).get(key)]
     if media:
         raise UnsupportedError(
-            f"{where}: expected rows of text, found a column of {media[0]}: ALTO trains text models. Take "
-            "another dataset."
+            f"{where}: expected rows of text, found a column of {media[0]}: ALTO trains text models. Name "
+            "a different dataset."
         )
     form, roles = _form(entry, columns, where, method)
     for part, known in ((entry, _KEYS), (columns or {}, _COLUMNS), (entry.get("tags") or {}, _TAGS)):
@@ -164,8 +166,8 @@ def _path(draft: Draft, entry: Mapping[str, Any], at: Path, where: str) -> str:
     if isinstance(entry.get("hf_hub_url"), str):
         if entry.get("folder"):
             raise UnsupportedError(
-                f"{where}: expected a hub dataset as a whole, found its folder {quoted(entry['folder'])}. Download the "
-                "file, and write file_name."
+                f"{where}: expected a whole hub dataset, found only its folder {quoted(entry['folder'])}. Download "
+                "the file, and write file_name."
             )
         return str(entry["hf_hub_url"])
     file = entry.get("file_name")
@@ -180,7 +182,7 @@ def _path(draft: Draft, entry: Mapping[str, Any], at: Path, where: str) -> str:
 def _form(
     entry: Mapping[str, Any], columns: Mapping[str, Any] | None, where: str, method: Method
 ) -> tuple[str, dict[str, str]]:
-    """Form and columns of the rows: those of pairs and of labelled replies by ``ranking`` and ``kto_tag``."""
+    """Return form and columns of the rows; ``ranking`` indicates pairs, and ``kto_tag`` labelled replies."""
     formatting, named = entry.get("formatting", "alpaca"), dict(columns or {})
     is_pair, is_labelled = bool(entry.get("ranking")), bool(named.get("kto_tag"))
     if is_pair != bool(method.entry.is_paired) or is_labelled != method.entry.is_labelled:
@@ -204,7 +206,7 @@ def _conversation(
 ) -> tuple[str, dict[str, str]]:
     given = checked(entry.get("tags") or {}, dict, f"tags of {where}")
     tags = {**_TAGS, **given}
-    # Speakers that the file does not name are not in its rows.
+    # If the file has tags, speakers without a tag do not occur in its rows.
     roles = {_ROLE_OF_TAG[tag]: [tags[tag]] for tag in (given or _TAGS) if tag in _ROLE_OF_TAG}
     form = message_form(tags["role_tag"], tags["content_tag"], roles, where)
     messages = named.get("messages", "conversations")
@@ -231,7 +233,7 @@ def _alpaca(
     if is_labelled:
         if query is not None:
             raise UnsupportedError(
-                f"{where}: expected one column of prompts beside labelled replies, found {quoted(prompt)} and "
+                f"{where}: expected one column of prompts for labelled replies, found {quoted(prompt)} and "
                 f"{quoted(query)}. Join them in the rows."
             )
         return "unpaired_preference", {"prompt": prompt, "completion": reply, "label": named["kto_tag"]}

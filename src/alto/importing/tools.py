@@ -1,4 +1,4 @@
-"""The tools whose configurations ALTO reads, and how one is recognised."""
+"""The tools whose configurations ALTO can import, and their detection."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["TOOLS", "Tool", "find_tool", "recognise"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
-    """A tool.
+    """A tool whose configurations can be imported.
 
     Attributes:
-        title: Its name, for messages.
-        marks: Keys by which its configurations are recognised.
-        read: Turns a draft into a task; takes the method that the user has named, or None.
+        title: Name of the tool in messages.
+        marks: Keys that identify its configurations.
+        read: Converts a draft to a task; its second argument is the method that the user named, or None.
     """
 
     title: str
@@ -33,11 +33,11 @@ TOOLS: Mapping[str, Tool] = {
     "axolotl": Tool(title="Axolotl", marks=axolotl.MARKS, read=axolotl.read_axolotl),
     "trl": Tool(title="TRL", marks=trl.MARKS, read=trl.read_trl),
 }
-"""By the name after ``--from``."""
+"""All tools by their names in the option ``--from``."""
 
 
 def find_tool(name: str) -> Tool:
-    """The tool called ``name``.
+    """Return the tool called ``name``.
 
     Raises:
         SpecError: There is no such tool.
@@ -48,19 +48,19 @@ def find_tool(name: str) -> Tool:
 
 
 def recognise(keys: Collection[str], where: str) -> Tool:
-    """The tool that has most of ``keys`` among its marks.
+    """Return the tool that has the most of ``keys`` among its marks.
 
     Args:
-        keys: Of the configuration.
-        where: Its file, for messages.
+        keys: Keys of the configuration.
+        where: File of the configuration, for error messages.
 
     Raises:
-        SpecError: None has any, or two have equally many; or it is a sweep of W&B.
+        SpecError: No tool has any of the keys, two tools have equally many, or the configuration is a W&B sweep.
     """
     if {"parameters", "method"} <= set(keys):
         raise SpecError(
             f"{where}: expected a configuration of {', '.join(tool.title for tool in TOOLS.values())}, found a sweep "
-            "of W&B. Import the configuration that it varies, and give its parameters as they are: --set "
+            "of W&B. Import the configuration that it varies, and give the sweep's parameters unchanged: --set "
             "'search_space={learning_rate: {distribution: log_uniform_values, min: 1e-5, max: 1e-3}}'."
         )
     counts = {name: len(tool.marks.intersection(keys)) for name, tool in TOOLS.items()}

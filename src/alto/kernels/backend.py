@@ -72,7 +72,7 @@ def _check_triton() -> None:
     if os.environ.get("TRITON_INTERPRET") == "1" and _release("triton") < (3, 7) and _release("numpy") >= (2, 4):
         # The interpreter converts one-element arrays to numbers, which NumPy 2.4 and later refuse.
         raise UnsupportedError(
-            f"TRITON_INTERPRET=1: expected NumPy below 2.4 beside the interpreter of Triton {version('triton')}, found "
+            f"TRITON_INTERPRET=1: expected NumPy below 2.4 for the interpreter of Triton {version('triton')}, found "
             f"{version('numpy')}; pip install 'numpy<2.4', or Triton 3.7 or later"
         )
 

@@ -129,7 +129,7 @@ class TokenSchedule:
                 f"found {len(num_tokens)}, {len(scales)} and {len(dropout)}"
             )
         if len(set(slots)) != len(slots):
-            raise ShapeError(f"a slot may appear once in a forward pass, found {list(slots)}")
+            raise ShapeError(f"expected every slot at most once in a forward pass, found {list(slots)}")
         segments, kept_scales, kept_dropout, start = [], [], [], 0
         for slot, count, scale, key in zip(slots, num_tokens, scales, dropout, strict=True):
             if count == 0:

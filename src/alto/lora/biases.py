@@ -80,8 +80,8 @@ def _check_all(model: PreTrainedModel, known: Collection[str]) -> None:
         if is_trained and f"{name}{_ENDING}" not in known:
             what = "its output head" if module is head_base(model) else f"a {type(module).__name__}"
             raise UnsupportedError(
-                f"bias: expected a base model whose biases are all of linear layers and torch.nn.LayerNorm, found "
-                f"{name}{_ENDING} of {what}; write bias: lora_only, which trains those of the modules with adapters, "
+                f"bias: expected a base model that has biases only in linear layers and torch.nn.LayerNorm, found "
+                f"{name}{_ENDING} of {what}; write bias: lora_only, which trains the biases of modules with adapters, "
                 "or remove the key"
             )
 
@@ -96,7 +96,7 @@ def bias_notes(model: PreTrainedModel, configs: Iterable[JobConfig]) -> tuple[st
     asked = sorted({config.bias for config in configs} - {"none"})
     if not asked or any(module._parameters.get("bias") is not None for module in base_modules(model).values()):
         return ()
-    return (f"No module of the base model has a bias: bias: {' and '.join(asked)} trains what bias: none trains.",)
+    return (f"No module of the base model has a bias: bias: {' and '.join(asked)} trains the same as bias: none.",)
 
 
 class MultiBiasModule(InjectedModule):
@@ -142,7 +142,7 @@ class MultiBiasModule(InjectedModule):
         if y.shape[:-1].numel() != num_positions:
             raise UnsupportedModelError(
                 f"bias: expected modules that the model runs once on all {num_positions} tokens of a forward pass, "
-                f"found that {self._name} computes {y.shape[:-1].numel()}; write bias: lora_only, or remove the key"
+                f"found that {self._name} runs on {y.shape[:-1].numel()}; write bias: lora_only, or remove the key"
             )
         base: Any = self.base
         change_TN = slot_bias_change(self._bank.anchor, self._biases, base.bias, schedule, y.dtype)

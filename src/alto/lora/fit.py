@@ -47,7 +47,7 @@ def check_fit(network: PreTrainedModel, adapter: SavedAdapter, base: str, *, rem
         if wanted != found or a_KR.shape[-1] != b_RN.shape[-2] or not are_as_many:
             raise TargetModuleError(
                 f"{adapter.folder}: expected an adapter for {name} of the base model {base}, {wanted[0]} × "
-                f"{wanted[1]}, found one of shapes {tuple(a_KR.shape)} and {tuple(b_RN.shape)}; {remedy}"
+                f"{wanted[1]}, found matrices of shapes {tuple(a_KR.shape)} and {tuple(b_RN.shape)}; {remedy}"
             )
 
 
@@ -65,8 +65,8 @@ def _check_extras(network: PreTrainedModel, adapter: SavedAdapter, base: str, re
         if name != HEAD and shapes.get(name) != tensor.shape:
             found = f"of {tuple(tensor.shape)}" if name in shapes else "which the model does not have"
             raise TargetModuleError(
-                f"{adapter.folder}: expected magnitudes of linear layers, biases of these and of LayerNorm, the output "
-                f"head and the embeddings of the base model {base}, found {name}, {found}; {remedy}"
+                f"{adapter.folder}: expected magnitudes of linear layers, biases of linear layers and of LayerNorm, "
+                f"the output head and the embeddings of the base model {base}, found {name}, {found}; {remedy}"
             )
 
 
@@ -78,5 +78,5 @@ def _check_base_weights(network: PreTrainedModel, adapter: SavedAdapter, base: s
         if not torch.equal(held, saved.to(held.dtype)):
             raise TargetModuleError(
                 f"{adapter.folder}: expected {name}, which PEFT saved beside the adapter, to be that of the base model "
-                f"{base}, found that of another base model, or one that was trained or resized; {remedy}"
+                f"{base}, found that of a different base model, or of one that was trained or resized; {remedy}"
             )

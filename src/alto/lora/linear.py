@@ -167,8 +167,8 @@ class SharedInput:
         if schedule.segments and num_tokens != num_positions:
             raise UnsupportedModelError(
                 f"target_modules: expected modules that the model runs on all {num_positions} tokens of a forward "
-                f"pass, found one of {self._operands.in_features} features that it runs on {num_tokens}; leave out "
-                "layers that see only some tokens, such as those of experts"
+                f"pass, found one with {self._operands.in_features} features that it runs on {num_tokens}; leave out "
+                "layers that see only some tokens, such as layers of experts"
             )
 
     def _compute_tokens(self, x_TK: Tensor) -> tuple[Tensor, ...]:

@@ -43,7 +43,7 @@ def magnitudes(model: PreTrainedModel, targets: Sequence[TargetModule]) -> tuple
         if not isinstance(bases[target.name]._parameters.get("weight"), nn.Parameter):
             raise UnsupportedError(
                 f"use_dora: expected a base model with weights that are not packed, found that {target.name} is "
-                "quantised, where the norms of rows depend on how they are unpacked; use an unquantised base, or "
+                "quantised, so that the norms of its rows depend on the unpacking; use an unquantised base, or "
                 "remove the key"
             )
     return tuple(ExtraTensor(name=magnitude_of(target.name), shape=(target.out_features,)) for target in targets)

@@ -79,13 +79,13 @@ def write_per_expert(adapter: SavedAdapter, model_type: str, folder: Path) -> No
     experts = {name: pair for name, pair in adapter.weights.items() if pair[0].ndim == _NUM_STACKED}
     if not experts:
         raise UnsupportedError(
-            f"{adapter.folder}: expected an adapter on stacked experts (target_parameters), found none of them; serve "
+            f"{adapter.folder}: expected an adapter on stacked experts (target_parameters), found none; serve "
             "the folder as it is"
         )
     if names is None:
         raise UnsupportedError(
-            f"{adapter.folder}: expected a base model whose checkpoint has every expert by itself, found model type "
-            f"{model_type!r}; serve the folder as it is"
+            f"{adapter.folder}: expected a base model whose checkpoint stores every expert separately, found model "
+            f"type {model_type!r}; serve the folder as it is"
         )
     if adapter.has_patterns or adapter.weights.extras:
         raise UnsupportedError(

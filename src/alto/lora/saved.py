@@ -233,8 +233,8 @@ def _check_magnitudes(weights: AdapterWeights, folder: Path, *, use_dora: bool) 
     if found != wanted:
         first = min(found ^ wanted)
         raise RunError(
-            f"{folder}: expected a magnitude vector of every module with use_dora: true in its {CONFIG_FILE}, and none "
-            f"otherwise, found use_dora {str(use_dora).lower()} and {'one' if first in found else 'none'} of {first}; "
+            f"{folder}: expected a magnitude vector for every module if its {CONFIG_FILE} has use_dora: true, and none "
+            f"otherwise, found use_dora {str(use_dora).lower()} and {'one' if first in found else 'none'} for {first}; "
             "fetch the adapter again"
         )
 
@@ -274,7 +274,7 @@ def _check_tensors(path: Path, config: Mapping[str, Any]) -> None:
     absent = sorted(name for name in saved if not any(f".{key}".endswith(f".{whole_name(name)}") for key in whole))
     if absent:
         raise UnsupportedError(
-            f"{path}: expected the weight of every module in modules_to_save, found none of {absent[0]}; evaluate it "
+            f"{path}: expected the weight of every module in modules_to_save, found none for {absent[0]}; evaluate it "
             "with PEFT itself, or fetch it again"
         )
     keys -= {f"{PREFIX}{HEAD}", *whole}
@@ -294,6 +294,6 @@ def _check_tensors(path: Path, config: Mapping[str, Any]) -> None:
             )
         other = key.removesuffix(half) + halves[half]
         if other not in keys:
-            raise RunError(f"{path}: expected {other} beside {key}, found it missing; fetch the file again")
+            raise RunError(f"{path}: expected {other} beside {key}, found that it is missing; fetch the file again")
     if not any(key.endswith(of_a) for key in keys for of_a, _ in pairs):
         raise RunError(f"{path}: expected the matrices of an adapter, found none; fetch the file again")

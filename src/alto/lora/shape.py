@@ -95,8 +95,8 @@ def rank_notes(model: PreTrainedModel, configs: Iterable[JobConfig]) -> tuple[st
     others = f" and of {len(largest) - 1:,} other modules" if len(largest) > 1 else ""
     return (
         f"Rank {rank} is larger than the smaller side of {module.name} ({module.in_features} × {module.out_features})"
-        f"{others}. It is trained as asked, as in PEFT; a rank of that side can learn the same with fewer parameters. "
-        "Lower r, or name the modules in rank_pattern.",
+        f"{others}. It is trained with this rank, as in PEFT; a rank as large as that side learns the same with "
+        "fewer parameters. Lower r, or name the modules in rank_pattern.",
     )
 
 
@@ -110,14 +110,14 @@ def tying_notes(model: PreTrainedModel, configs: Iterable[JobConfig]) -> tuple[s
     distinct = {tuple(getattr(config, key) for key in SHAPE_FIELDS): config for config in configs}
     targets = [target for config in distinct.values() for target in _targets(model, config)]
     if any(not target.is_in_body for target in targets):
-        merged = "Merging it with PEFT would change both; alto export --merged gives each a weight of its own."
+        merged = "Merging it with PEFT would change both; alto export --merged gives each its own weight."
     elif any(config.modules_to_save for config in distinct.values()):
-        merged = "Merged with PEFT, they are two weights."
+        merged = "After a merge with PEFT, they are two weights."
     else:
         return ()
     return (
-        "The output head and the embeddings of the base model are one weight: what is trained of one leaves the other "
-        f"as it is, as in PEFT. {merged}",
+        "The output head and the embeddings of the base model are one weight: training one of them does not change "
+        f"the other, as in PEFT. {merged}",
     )
 
 
@@ -146,22 +146,22 @@ def _check_end(model: PreTrainedModel, target: TargetModule, config: JobConfig, 
     what, module = ("output head", head_base(model)) if target.is_head else ("embeddings", embedding_base(model))
     assert module is not None
     if target.is_head and has_labels:
-        setting, found, remedy = "method classification or regression", "whose place another head takes", "it"
+        setting, found, remedy = "method classification or regression", "which a classification head replaces", "it out"
     elif isinstance(module.weight, DTensor):
         setting, found = "num_gpus above 1", "whose adapters are trained on one GPU only"
-        remedy = "it, or write num_gpus: 1"
+        remedy = "it out, or write num_gpus: 1"
     elif config.use_dora:
-        setting, found, remedy = "use_dora", "where DoRA is not implemented", "it, or use_dora"
+        setting, found, remedy = "use_dora", "for which DoRA is not implemented", "it or use_dora out"
     elif target.is_head and config.bias != "none" and module.bias is not None:
-        setting, found, remedy = f"bias: {config.bias}", "whose bias is not trained", "it, or bias"
+        setting, found, remedy = f"bias: {config.bias}", "whose bias is not trained", "it or bias out"
     elif target.is_embedding and config.loraplus_lr_ratio != 1.0:
-        setting, found = "loraplus_lr_ratio", "to which PEFT gives a fixed rate of 1e-6 then"
-        remedy = "it, or loraplus_lr_ratio"
+        setting, found = "loraplus_lr_ratio", "for which PEFT then uses a fixed rate of 1e-6"
+        remedy = "it or loraplus_lr_ratio out"
     else:
         return
     raise UnsupportedError(
         f"target_modules: expected modules of the base model's body with {setting}, found its {what}, {found}; "
-        f"leave out {remedy}"
+        f"leave {remedy}"
     )
 
 

@@ -36,7 +36,7 @@ def untrained_notes(model: PreTrainedModel, configs: Iterable[JobConfig]) -> tup
         return ()
     routers = _without_targets(_routers(model, experts), configs)
     sentences = f"The experts of the base model are not trained: {_described(experts)}, stacked in parameters"
-    sentences += f"; nor its routers: {_described(routers)}." if routers else "."
+    sentences += f"; its routers are not trained either: {_described(routers)}." if routers else "."
     sentences += " Name them in target_parameters to train them."
     if wide and named:
         rank = max(config.r for config in wide)
@@ -46,7 +46,7 @@ def untrained_notes(model: PreTrainedModel, configs: Iterable[JobConfig]) -> tup
             f" At r {rank}, all-linear is {ours:,} parameters here and {peft_all_linear(model, rank):,} in PEFT, which "
             "adapts experts and routers"
         )
-        others = f" and leaves out {left_out:,} linear modules beside them that are trained here" if left_out else ""
+        others = f" and leaves out {left_out:,} other linear modules that are trained here" if left_out else ""
         sentences += f"{others}."
     elif wide:
         sentences += " PEFT's all-linear leaves them out, too."

@@ -89,8 +89,8 @@ def whole_tensors(
         _check(name, modules[name], config, is_head=modules[name] is head, has_labels=has_labels)
         if name in targets:
             raise TargetModuleError(
-                f"modules_to_save: expected modules without low-rank matrices, found {name}, which is in "
-                "target_modules too; name it in one of the two"
+                f"modules_to_save: expected modules without low-rank matrices, found {name}, which is also in "
+                "target_modules; name it in only one of them"
             )
     return tuple(
         ExtraTensor(name=whole_name(name), shape=shapes[whole_name(name)]) for name in modules if name in found
@@ -99,7 +99,7 @@ def whole_tensors(
 
 def _check(name: str, module: Any, config: JobConfig, *, is_head: bool, has_labels: bool) -> None:
     if is_head and has_labels:
-        expected, found = "modules of a classifier", "the output head, whose place a classification head takes"
+        expected, found = "modules of a classifier", "the output head, which a classification head replaces"
         remedy = "leave it out"
     elif isinstance(module.weight, DTensor):
         expected, found, remedy = "num_gpus: 1", "a base model that is sharded over GPUs", "write num_gpus: 1"

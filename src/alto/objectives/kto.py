@@ -39,7 +39,7 @@ class Kto:
             found = "desirable" if num_desirable else "undesirable"
             raise DataError(
                 f"method kto: expected both desirable and undesirable replies, found {len(dataset)} that are all "
-                f"{found}; add others, set more rows aside (validation_split), or write method: sft"
+                f"{found}; add rows of the other kind, raise validation_split, or write method: sft"
             )
 
     def terms(self, losses_S: Tensor, batch: TokenBatch, settings: Sequence[KtoSettings]) -> Terms:

@@ -128,7 +128,7 @@ def terms_of(objective: Objective, losses_S: Tensor, batch: TokenBatch, configs:
     if torch.is_grad_enabled() and losses_S.requires_grad and not terms.sums_J.requires_grad:
         raise ShapeError(
             f"{objective.name}.terms: expected sums_J that are computed from losses_S, found some without a gradient; "
-            "leave out what cuts it, such as detach, item or no_grad"
+            "leave out what removes it, such as detach, item or no_grad"
         )
     wanted = dict.fromkeys(("loss", *objective.mean_metrics), (len(batch.slots),))
     found = {name: tuple(values_J.shape) for name, values_J in {"loss": terms.sums_J, **terms.metrics}.items()}

@@ -176,7 +176,7 @@ def _arguments_class(method: str) -> type[TrainingArguments]:
     if method not in _CLASSES:
         raise UnsupportedError(
             f"best_config: expected one of the methods {', '.join(_CLASSES)}, which TRL or transformers trains, found "
-            f"{method!r}; the settings themselves are in result.jobs"
+            f"{method!r}; result.jobs has the settings themselves"
         )
     module, name = _CLASSES[method]
     try:

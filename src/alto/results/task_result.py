@@ -254,7 +254,7 @@ class TaskResult:
 
         if model is not None and device is not None:
             raise SpecError(
-                f"load_best: expected a model, or the device that one is loaded to, found both (device={device!r}); "
+                f"load_best: expected a model, or the device to load a model to, found both (device={device!r}); "
                 "move the model with model.to(device), and leave out device"
             )
         task = load_run_task(RunDir.open(self.run_dir), trust_remote_code=trust_remote_code, is_trained=False)

@@ -55,8 +55,8 @@ class JournalFold(ABC):
                 history.apply(entry)
             except NOT_FOLDABLE as error:
                 raise RunError(
-                    f"Expected a journal as ALTO writes it, found another event in {path} ({entry!r:.100}: {error!r}). "
-                    "Put the file back as it was."
+                    f"Expected a journal as ALTO writes it, found an invalid event in {path} ({entry!r:.100}: "
+                    f"{error!r}). Restore the original file."
                 ) from error
         return history
 

@@ -221,19 +221,19 @@ class _Mailbox(ABC, Generic[C]):
             return self._parse({**read_json(path), "id": command_id})
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise self._error(
-                f"expected a command as {self._writers} writes it, found another file ({error!s:.200}); use "
-                f"{self._writers}"
+                f"expected a command as {self._writers} writes it, found invalid content ({error!s:.200}); "
+                f"use {self._writers}"
             ) from None
 
     def _read_answer(self, path: Path) -> Answer:
         try:
             answer = Answer(**read_json(path))
             if not (isinstance(answer.done, bool) and isinstance(answer.message, str)):
-                raise TypeError("a field of another type")
+                raise TypeError("a field of the wrong type")
         except (OSError, ValueError, TypeError) as error:
             raise self._error(
-                f"expected the answer of the {self._answerer} at {path}, found another file ({error!s:.200}); remove "
-                f"it and see with {self._remedy} whether the command took effect"
+                f"expected the answer of the {self._answerer} at {path}, found invalid content ({error!s:.200}); "
+                f"remove the file and check with {self._remedy} whether the command took effect"
             ) from None
         return answer
 
@@ -295,7 +295,7 @@ class Mailbox(_Mailbox[Command]):
     def _parse(facts: dict[str, Any]) -> Command:
         command = Command(**{**facts, "action": Action(facts["action"])})
         if not (isinstance(command.job, str) and isinstance(command.changes, dict) and isinstance(command.warm, bool)):
-            raise TypeError("a field of another type")
+            raise TypeError("a field of the wrong type")
         return command
 
 
@@ -325,7 +325,7 @@ class QueueMailbox(_Mailbox[QueueCommand]):
         command = QueueCommand(**{**facts, "action": QueueAction(facts["action"])})
         is_text = isinstance(command.task, str) and isinstance(command.tenant, str)
         if not (is_text and isinstance(command.values, dict) and type(command.priority) is int):
-            raise TypeError("a field of another type")
+            raise TypeError("a field of the wrong type")
         return command
 
 

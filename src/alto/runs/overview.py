@@ -88,7 +88,9 @@ def summarise(root: Path) -> RunSummary:
     except AltoError as error:
         problem = str(error)
     except (OSError, *NOT_FOLDABLE) as error:
-        problem = f"expected a journal as ALTO writes it, found another ({error!r:.100}); put the file back as it was"
+        problem = (
+            f"expected a journal as ALTO writes it, found invalid content ({error!r:.100}); restore the original file"
+        )
     return RunSummary(root=root, is_queue=is_queue, state=RunState.DAMAGED, started_at=started_at, problem=problem)
 
 

@@ -145,8 +145,8 @@ class QueueDir:
             return entries, settings
         except (OSError, yaml.YAMLError, LookupError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
             raise RunError(
-                f"expected {self._spec_file} as ALTO wrote it, found another file ({error!r:.100}); put it back as it "
-                "was, or run the tasks in a new queue"
+                f"expected {self._spec_file} as ALTO wrote it, found invalid content ({error!r:.100}); restore the "
+                "original file, or run the tasks in a new queue"
             ) from error
 
     def add(self, entry: QueueEntry, task: Task) -> None:
@@ -210,31 +210,31 @@ def _check(entry: QueueEntry) -> None:
     is_text = all(isinstance(text, str) for text in (entry.task, entry.tenant, entry.command, entry.base))
     # A task's name is also the name of its folder inside the queue's folder.
     if not is_text or entry.task in ("", ".", "..") or "/" in entry.task or "\0" in entry.task:
-        raise ValueError(f"the task {entry.task!r}")
+        raise ValueError(f"task name {entry.task!r}")
     for key in ("is_cancelled", "is_unmeasured"):
         if type(getattr(entry, key)) is not bool:
-            raise ValueError(f"{getattr(entry, key)!r} as {key}")
+            raise ValueError(f"{key} {getattr(entry, key)!r}")
     if type(entry.num_gpus) is not int or type(entry.priority) is not int or entry.num_gpus < 1:
-        raise ValueError(f"{entry.num_gpus!r} GPUs at priority {entry.priority!r}")
+        raise ValueError(f"num_gpus {entry.num_gpus!r}, priority {entry.priority!r}")
     if not is_number(entry.duration_s, least=MIN_DURATION_S, most=MAX_DURATION_S):
-        raise ValueError(f"a duration of {entry.duration_s!r} s")
+        raise ValueError(f"duration_s {entry.duration_s!r}")
     if entry.sharing is not None:
         numbers = asdict(entry.sharing)
         base = numbers.pop("base")
         is_valid = isinstance(base, str) and bool(base)
         if not is_valid or not all(is_number(number, least=0, most=_MOST) for number in numbers.values()):
-            raise ValueError(f"the sharing {entry.sharing!r}")
+            raise ValueError(f"sharing {entry.sharing!r}")
 
 
 def _check_settings(settings: Mapping[str, Any]) -> None:
     for key in ("method", "strategy", "cluster"):
         if not isinstance(settings[key], str):
-            raise ValueError(f"the {key} {settings[key]!r}")
+            raise ValueError(f"{key} {settings[key]!r}")
     total_gpus, quotas = settings["total_gpus"], settings["quotas"]
     if total_gpus is not None and not _is_count(total_gpus):
-        raise ValueError(f"{total_gpus!r} as total_gpus")
+        raise ValueError(f"total_gpus {total_gpus!r}")
     if not isinstance(quotas, dict) or not all(isinstance(key, str) and _is_count(quotas[key]) for key in quotas):
-        raise ValueError(f"the quotas {quotas!r}")
+        raise ValueError(f"quotas {quotas!r}")
 
 
 def _is_count(value: object) -> bool:

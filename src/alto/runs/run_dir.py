@@ -115,7 +115,7 @@ class RunDir:
         with writing(self.root, self._lock_file):
             if not lock.acquire(LOCK_TIMEOUT_S):
                 raise RunBusyError(
-                    f"expected a run that no other process works on, found that one works on {self.root}; "
+                    f"expected a run that no other process works on, found that another process works on {self.root}; "
                     f"watch it with: alto show --watch {self.root}"
                 )
         outer, self._lock = self._lock, lock
@@ -216,4 +216,6 @@ def claim(unborn: Path, folder: Path, stem: str) -> Path:
             raise
         sync_folder(folder)
         return root.resolve()
-    raise RunExistsError(f"expected a free name for the run, found {stem} and 999 others taken; clear {folder}")
+    raise RunExistsError(
+        f"expected a free name for the run, found {stem} and 999 others taken; remove old runs from {folder}"
+    )

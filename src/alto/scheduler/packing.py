@@ -116,14 +116,14 @@ def _why_one_slot(request: PackingRequest, memory: MemoryProfile, saturated: int
         return "there is one job"
     if smallest >= saturated:
         return (
-            f"the smallest job alone has {smallest:,} tokens a step, and {saturated:,} already reach the device's best "
-            "speed; a second slot would only delay the first results"
+            f"the smallest job alone has {smallest:,} tokens per step, and {saturated:,} already reach the device's "
+            "best speed; a second slot would only delay the first results"
         )
     fitting = _fitting_tokens(memory, 2 * request.slot_bytes)
     needed = max(request.longest_row, request.max_tokens_per_pass or 0, min(saturated, 2 * smallest))
     return (
-        f"beside two slots of {request.slot_bytes / 2**20:,.1f} MiB, memory is left for micro-batches of {fitting:,} "
-        f"tokens, and {needed:,} are needed"
+        f"with two slots of {request.slot_bytes / 2**20:,.1f} MiB, memory is left for micro-batches of {fitting:,} "
+        f"tokens, but {needed:,} tokens are needed"
     )
 
 
@@ -145,7 +145,7 @@ def _does_not_fit(request: PackingRequest, memory: MemoryProfile, least_micro_ba
     planned = memory.margin * memory.capacity_bytes
     fitting = _fitting_tokens(memory, request.slot_bytes)
     if fitting < request.longest_row:
-        fits = f"rows of at most {fitting:,} tokens fit beside one slot: set max_length: {fitting}" if fitting else ""
+        fits = f"with one slot, rows of at most {fitting:,} tokens fit: set max_length: {fitting}" if fitting else ""
         remedy = "; ".join(
             filter(
                 None, (fits, f"or gradient_checkpointing: true, {LOAD_IN_4BIT}, more GPUs (num_gpus) or a smaller r")
@@ -156,12 +156,12 @@ def _does_not_fit(request: PackingRequest, memory: MemoryProfile, least_micro_ba
         while fitting > 1 and _fitting_tokens(memory, fitting * request.slot_bytes) < request.longest_row:
             fitting -= 1
         tokens = _fitting_tokens(memory, fitting * request.slot_bytes)
-        of_rank = f" a rank ({fitting * num_ranks} in all)" if num_ranks > 1 else ""
+        of_rank = f" per rank ({fitting * num_ranks} in total)" if num_ranks > 1 else ""
         fitted = f"{fitting} slots{of_rank} and micro-batches of {tokens:,} tokens fit"
         remedy = f"{fitted}: lower max_slots or max_tokens_per_pass"
     where = f" on each of {num_ranks} ranks" if num_ranks > 1 else ""
     return (
-        f"memory: expected at most {planned / 2**30:,.2f} GiB ({memory.margin:.0%} of it all), found that {num_slots} "
+        f"memory: expected at most {planned / 2**30:,.2f} GiB ({memory.margin:.0%} of all), found that {num_slots} "
         f"slots of {request.slot_bytes / 2**20:,.1f} MiB and a micro-batch of {least_micro_batch:,} tokens take "
         f"{need / 2**30:,.2f} GiB{where}; {remedy}"
     )

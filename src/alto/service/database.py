@@ -31,7 +31,8 @@ def opened_store(settings: ServiceSettings) -> Iterator[Store]:
         _close_to_others(settings.root)
     except OSError as error:
         raise ServiceError(
-            f"data_dir: expected a folder that can be written, found {settings.root} ({error.strerror}); choose another"
+            f"data_dir: expected a folder that can be written, found {settings.root} ({error.strerror}); "
+            "choose a different folder"
         ) from error
     store = Store(settings.database_url)
     try:
@@ -49,4 +50,6 @@ def _close_to_others(folder: Path) -> None:
     if state.st_uid == os.geteuid():
         folder.chmod(stat.S_IMODE(state.st_mode) & ~0o077)
     else:
-        _LOG.warning("data_dir: other users of this machine may look into %s, which is not this user's", folder)
+        _LOG.warning(
+            "data_dir: other users of this machine may have access to %s, which belongs to a different user", folder
+        )

@@ -61,8 +61,8 @@ class Previews:
             if self._num_open >= _MOST_AT_ONCE + _MOST_WAITING:
                 raise ApiError(
                     429,
-                    f"expected at most {self._num_open} drafts whose rows are read at a time, found another one; send "
-                    "it again in some seconds, or with num_rows=0",
+                    f"expected at most {self._num_open} drafts that read rows at the same time, found one more; "
+                    "send it again in a few seconds, or with num_rows=0",
                     code="too_many_drafts",
                     headers={"Retry-After": "5"},
                 )

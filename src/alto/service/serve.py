@@ -84,8 +84,8 @@ def serve(settings: ServiceSettings, *, on_ready: Callable[[str], None] = lambda
         with service.store.reading() as session:
             if not settings.is_loopback and not has_keys(session):
                 raise ServiceError(
-                    f"host: expected an address of this machine alone, such as 127.0.0.1, while there are no keys, "
-                    f"found {settings.host}; make a key first with: alto keys create"
+                    f"host: expected an address that only this machine can reach, such as 127.0.0.1, while there are "
+                    f"no keys, found {settings.host}; create a key first with: alto keys create"
                 )
         # Bind the port first: a server that cannot answer requests must not become the leader.
         with listening(settings) as sockets, running(service) as app:
@@ -159,8 +159,8 @@ def _unusable(settings: ServiceSettings, error: OSError) -> str:
         )
     if error.errno == errno.EACCES:
         return (
-            f"port: expected a port that this user may open, found {settings.port}; choose another port, such as one "
-            "of 1024 and above"
+            f"port: expected a port that this user may open, found {settings.port}; choose a different port, such as "
+            "1024 or higher"
         )
     return (
         f"host: expected an address of this machine, found {settings.host!r} ({error.strerror}); choose another host, "

@@ -38,10 +38,10 @@ class VllmSettings(SpecModel):
     """
 
     url: str = Field(pattern=_SERVER_URL, description="address of the server")
-    api_key: str | None = Field(default=None, pattern=r"^[!-~]+$", description="its bearer key")
-    base_model: str = Field(min_length=1, description="name of the base model there")
+    api_key: str | None = Field(default=None, pattern=r"^[!-~]+$", description="bearer key of the server")
+    base_model: str = Field(min_length=1, description="name of the base model on the server")
     probe_interval_s: float = Field(default=10.0, gt=0, le=3600, description="seconds between two probes")
-    timeout_s: float = Field(default=300.0, gt=0, le=3600, description="longest wait for an answer")
+    timeout_s: float = Field(default=300.0, gt=0, le=3600, description="longest wait for an answer, in seconds")
 
 
 class ServiceSettings(SpecModel):
@@ -73,25 +73,27 @@ class ServiceSettings(SpecModel):
     data_dir: str = Field(default="alto-service", min_length=1, description="folder of runs, files and the database")
     database: str | None = Field(default=None, min_length=1, description="address of the database")
     artefacts: str | None = Field(default=None, min_length=1, description="where files and adapters are kept")
-    cluster: str = Field(default="local", min_length=1, description="what tasks run on")
-    total_gpus: int | None = Field(default=None, ge=1, description="GPUs to use at most")
+    cluster: str = Field(default="local", min_length=1, description="machines that tasks run on")
+    total_gpus: int | None = Field(default=None, ge=1, description="maximum number of GPUs to use")
     strategy: str = Field(default="adapter_parallel", description="how a task uses several GPUs")
     models: Mapping[str, str] = Field(default={"alto-tiny": "alto-tiny"}, description="base models by name")
     hub_models: bool = Field(default=False, description="whether requests may name any model of the hub")
     trust_remote_code: tuple[str, ...] = Field(default=(), description="models whose own code may run")
-    max_upload_bytes: int = Field(default=512 * MIB, ge=1, description="largest file")
-    max_request_bytes: int = Field(default=MIB, ge=1024, description="largest other request")
-    max_jobs: int = Field(default=1000, ge=1, le=10_000, description="most jobs of one task")
-    max_gpus: int | None = Field(default=None, ge=1, description="GPUs of a tenant at a time")
-    max_tasks: int | None = Field(default=None, ge=1, description="open tasks of a tenant")
-    max_bytes: int | None = Field(default=None, ge=1, description="bytes of a tenant's files and runs")
-    requests_per_s: float | None = Field(default=None, gt=0, description="requests of a tenant a second")
-    vllm: VllmSettings | None = Field(default=None, description="a server that answers for the adapters")
+    max_upload_bytes: int = Field(default=512 * MIB, ge=1, description="maximum size of an uploaded file, in bytes")
+    max_request_bytes: int = Field(default=MIB, ge=1024, description="maximum size of any other request, in bytes")
+    max_jobs: int = Field(default=1000, ge=1, le=10_000, description="maximum number of jobs of one task")
+    max_gpus: int | None = Field(default=None, ge=1, description="maximum number of GPUs that a tenant uses at a time")
+    max_tasks: int | None = Field(default=None, ge=1, description="maximum number of open tasks of a tenant")
+    max_bytes: int | None = Field(default=None, ge=1, description="maximum size of a tenant's files and runs, in bytes")
+    requests_per_s: float | None = Field(
+        default=None, gt=0, description="maximum number of requests of a tenant per second"
+    )
+    vllm: VllmSettings | None = Field(default=None, description="vLLM server that serves the adapters")
     hub_push: bool = Field(default=False, description="whether adapters may be uploaded to the hub")
-    json_logs: bool = Field(default=False, description="logs are lines of JSON")
+    json_logs: bool = Field(default=False, description="whether log lines are JSON")
 
     def __init__(self, /, **values: Any) -> None:
-        given = canonical_keys(values, fields=type(self).model_fields, aliases={}, where="the file of settings")
+        given = canonical_keys(values, fields=type(self).model_fields, aliases={}, where="the settings file")
         if isinstance(given.get("vllm"), Mapping):
             given["vllm"] = canonical_keys(given["vllm"], fields=VllmSettings.model_fields, aliases={}, where="vllm")
         super().__init__(**given)
@@ -160,5 +162,5 @@ def load_settings(path: str | Path | None, options: Mapping[str, Any]) -> Servic
     """
     written = {} if path is None else read_mapping(Path(path), "settings", "port: 8100")
     if any(not isinstance(key, str) for key in written):
-        raise SpecError(f"{path} should have text for keys, found another one. Put the key in quotes.")
+        raise SpecError(f"{path} should have text for keys, found a key of a different type. Put the key in quotes.")
     return ServiceSettings(**{**written, **options})

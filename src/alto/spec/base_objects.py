@@ -100,8 +100,8 @@ def with_base_objects(values: Mapping[str, Any]) -> tuple[dict[str, Any], BaseOb
         if TOKENIZER in found and not isinstance(found[TOKENIZER], str):
             raise SpecError(
                 f"tokenizer should come with a model that is an object, found {type(found[TOKENIZER]).__name__} with "
-                f"model {quoted(found.get('model'))}. Give the loaded model too, or remove the tokenizer: that of the "
-                "model is loaded."
+                f"model {quoted(found.get('model'))}. Give the loaded model too, or remove the tokenizer: the model's "
+                "own is then loaded."
             )
         return found, None
     key = keys[-1]
@@ -137,8 +137,8 @@ def check_object_keys(task: Any, objects: BaseObjects) -> None:
     asked = next((key for key, off in _LOADED_ALREADY.items() if getattr(task, key) != off), None)
     if asked is not None:
         raise UnsupportedError(
-            f"{asked}: expected no such key with a model that is given as an object, which is loaded already, found "
-            f"{getattr(task, asked)!r}; remove the key, or name the model by its id"
+            f"{asked}: expected no such key with a model that is given as an object and is therefore already loaded, "
+            f"found {getattr(task, asked)!r}; remove the key, or name the model by its id"
         )
 
 

@@ -42,17 +42,19 @@ def chat_template_text(value: str) -> str:
     path = Path(value).expanduser()
     try:
         if path.stat().st_size > _MAX_BYTES:
-            raise ValueError(f"should be a file of at most {_MAX_BYTES} bytes, found {quoted(value)}. Name another.")
+            raise ValueError(
+                f"should be a file of at most {_MAX_BYTES} bytes, found {quoted(value)}. Name a smaller file."
+            )
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "no UTF-8 text"
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ValueError(
-            f"should be a Jinja text with {{{{ … }}}} or {{% … %}}, a file of it, or {TOOLS_TEMPLATE}, found "
-            f"{quoted(value)}: {reason}. Correct the path, or write the template itself."
+            f"should be a Jinja text with {{{{ … }}}} or {{% … %}}, a file with such a text, or {TOOLS_TEMPLATE}, "
+            f"found {quoted(value)}: {reason}. Correct the path, or write the template itself."
         ) from None
     if not is_template_text(text):
         raise ValueError(
-            f"should be a file of a Jinja text with {{{{ … }}}} or {{% … %}}, found none in {quoted(value)}. Name "
-            "another."
+            "should be a file with a Jinja text that contains {{ … }} or {% … %}, found neither in "
+            f"{quoted(value)}. Name a different file."
         )
     return text

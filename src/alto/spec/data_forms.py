@@ -51,11 +51,11 @@ def check_columns(columns: object) -> dict[str, str]:
     unknown = [role for role in columns if role not in _COLUMN_ROLES]
     if unknown:
         raise ValueError(
-            f"should have roles for keys, found {quoted(unknown[0])}; roles are {', '.join(_COLUMN_ROLES)}. "
-            "The dataset's own name of the column goes on the right."
+            f"should have roles as keys, found {quoted(unknown[0])}; roles are {', '.join(_COLUMN_ROLES)}. Write the "
+            "dataset's name of the column on the right."
         )
     if len(set(columns.values())) < len(columns):
-        raise ValueError(f"should give every role a column of its own, found {quoted(dict(columns))}. Remove one.")
+        raise ValueError(f"should give every role a different column, found {quoted(dict(columns))}. Remove one.")
     return dict(columns)
 
 
@@ -75,7 +75,7 @@ def label_names(value: object) -> tuple[str, ...]:
     names = [name for name in given if isinstance(name, str) and name]
     if not names or len(set(names)) < len(given):
         raise ValueError(
-            f"should be the different names of labels 0 to K - 1, found {quoted(value)}. Write for example "
-            "{0: negative, 1: positive}, names that look like numbers or truth values in quotes."
+            f"should give labels 0 to K - 1 different names, found {quoted(value)}. Write for example {{0: negative, "
+            "1: positive}; put names that look like numbers or truth values in quotes."
         )
     return tuple(names)

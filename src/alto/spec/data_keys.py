@@ -84,32 +84,35 @@ class DataKeys(SpecModel):
             classification head are kept in memory. Tokens, splits and the order of rows are the same either way.
     """
 
-    name: str = Field(description="of the task and its run")
+    name: str = Field(description="name of the task and its run")
     model: str = Field(min_length=1, description="base model: a shipped name, a hub id or a folder")
     dataset: str | tuple[MixtureSource, ...] = Field(min_length=1, description="training rows")
     dataset_config: str | None = Field(default=None, min_length=1, description="configuration of a hub dataset")
     dataset_train_split: str | None = Field(default=None, min_length=1, description="split to train on")
-    dataset_test_split: str | None = Field(default=None, min_length=1, description="split held out")
-    dataset_format: RowFormName = Field(default="auto", description="form of the rows")
-    columns: Mapping[str, str] = Field(default={}, description="columns by their roles")
-    validation_dataset: str | None = Field(default=None, min_length=1, description="rows to validate on")
+    dataset_test_split: str | None = Field(default=None, min_length=1, description="split with held-out rows")
+    dataset_format: RowFormName = Field(default="auto", description="format of the rows")
+    columns: Mapping[str, str] = Field(default={}, description="names of the columns by role")
+    validation_dataset: str | None = Field(default=None, min_length=1, description="validation rows")
     validation_split: float | None = Field(
-        default=None, gt=0, lt=1, description="share of the rows set aside to validate on"
+        default=None, gt=0, lt=1, description="share of the rows set aside for validation"
     )
-    test_dataset: str | None = Field(default=None, min_length=1, description="rows to test on")
-    test_split: float | None = Field(default=None, gt=0, lt=1, description="share of the rows set aside to test on")
-    test_jobs: Literal["auto", "all"] = Field(default="auto", description="which jobs' best adapters are tested")
+    test_dataset: str | None = Field(default=None, min_length=1, description="test rows")
+    test_split: float | None = Field(default=None, gt=0, lt=1, description="share of the rows set aside for tests")
+    test_jobs: Literal["auto", "all"] = Field(default="auto", description="jobs whose best adapters are tested")
     max_samples: int | None = Field(default=None, ge=1, le=10**9, description="number of rows to use")
-    data_seed: int = Field(default=42, ge=0, le=MAX_SEED, description="of the split and of sampled values")
-    max_length: int | None = Field(default=None, ge=1, le=2**20, description="tokens of a row")
+    data_seed: int = Field(default=42, ge=0, le=MAX_SEED, description="seed of the split and of sampled values")
+    max_length: int | None = Field(default=None, ge=1, le=2**20, description="maximum number of tokens in a row")
     train_on: TrainOn = Field(default="completion", description="which tokens of a row are trained")
     chat_template: str | None = Field(
-        default=None, min_length=1, max_length=_MAX_TEMPLATE_CHARS, description="in place of the tokenizer's own"
+        default=None,
+        min_length=1,
+        max_length=_MAX_TEMPLATE_CHARS,
+        description="chat template that replaces the tokenizer's own",
     )
-    problem_type: ProblemType | None = Field(default=None, description="what a classification head learns")
+    problem_type: ProblemType | None = Field(default=None, description="problem that a classification head learns")
     num_labels: int | None = Field(default=None, ge=1, le=2**16, description="number of labels")
     id2label: tuple[str, ...] | None = Field(default=None, description="names of the labels by index")
-    on_bad_row: OnBadRow = Field(default="error", description="what is done about rows that cannot be used")
+    on_bad_row: OnBadRow = Field(default="error", description="how rows that cannot be used are treated")
     token_cache: TokenCacheName = Field(default="auto", description="where the tokens of the rows are kept")
 
     @field_validator("name")

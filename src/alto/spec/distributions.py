@@ -106,8 +106,8 @@ def _whole_numbers(value: object, low: int, high: int, path: str, *, log: bool) 
     """Return all whole numbers of a distribution, for a field that also takes fractions."""
     if log and low != high:
         raise SpecError(
-            f"{path} should be a range of all numbers, or a list, as the field is not limited to whole numbers, found "
-            f"{quoted(value)}. Write {{min: {low}, max: {high}, log: true}}, or list some of them."
+            f"{path} should be a range of real numbers, or a list, because the field is not limited to whole numbers, "
+            f"found {quoted(value)}. Write {{min: {low}, max: {high}, log: true}}, or list some of them."
         )
     _check_count(high - low + 1, value, path)
     return list(range(low, high + 1))
@@ -124,6 +124,6 @@ def _rounded(value: float) -> float:
 
 def _unknown(value: object, path: str) -> SpecError:
     return SpecError(
-        f"{path} should be a value, a list, a range, or a distribution that is uniform or uniform in the logarithm, "
-        f"found {quoted(value)}. Write {{min: …, max: …, log: true}}, or a list."
+        f"{path} should be a value, a list, a range, or a uniform or log-uniform distribution, found {quoted(value)}. "
+        "Write {min: …, max: …, log: true}, or a list."
     )

@@ -122,29 +122,32 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
     rules: Mapping[str, SerializeAsAny[Rule]] = Field(default={}, description="further rules and their settings")
     select: bool = Field(default=True, description="rank the jobs at rungs")
     warmup_ratio: float | None = Field(
-        default=None, gt=0, lt=1, description="share of its steps before a job is ranked"
+        default=None, gt=0, lt=1, description="share of its steps that a job trains before it is ranked"
     )
     select_ratio: float | None = Field(default=None, gt=0, le=1, description="share of the ranked jobs that continue")
-    preset: PresetName | None = Field(default=None, description="rungs by name")
+    preset: PresetName | None = Field(default=None, description="name of predefined rungs")
     rungs: tuple[tuple[float, float], ...] | None = Field(default=None, description="pairs of progress and share kept")
     min_kept: int | tuple[int, ...] | None = Field(
         default=None, description="smallest number of jobs that continue from a rung"
     )
     finish_from: float | None = Field(
-        default=None, gt=0, le=1, description="share of its steps from which only the best job continues"
+        default=None, gt=0, le=1, description="share of the steps from which only the best job continues"
     )
     clear_from: float | None = Field(
-        default=None, gt=0, le=1, description="share of its steps from which rungs end jobs that lie clearly behind"
+        default=None,
+        gt=0,
+        le=1,
+        description="share of the steps from which rungs also end jobs that are clearly behind the best",
     )
     equal_shares: bool = Field(default=True, description="compare jobs at exactly equal shares of their steps")
     evaluation_share: Annotated[float, Field(gt=0, le=10)] | Literal["all"] = Field(
-        default=DEFAULT_EVALUATION_SHARE, description="time for evaluations over time for training, or all"
+        default=DEFAULT_EVALUATION_SHARE, description="time for evaluations as a share of the time for training, or all"
     )
     evaluations: tuple[tuple[float, int], ...] | None = Field(
-        default=None, description="pairs of progress and validation rows"
+        default=None, description="pairs of progress and number of validation rows"
     )
     final_evaluations: tuple[int, int] | None = Field(
-        default=None, description="jobs measured in the end, and validation rows"
+        default=None, description="number of jobs measured at the end, and number of validation rows"
     )
     ema_alpha: float = Field(default=0.1, gt=0, le=1, description="weight of the newest training loss")
 
@@ -184,8 +187,8 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
         if not isinstance(pairs, tuple) or not pairs or not all(_is_evaluation(pair, least, most) for pair in pairs):
             example = "[[0.05, 12], [1.0, 100]]" if info.field_name == "evaluations" else "[3, 100]"
             raise ValueError(
-                f"should be positive numbers in pairs, the second a number of validation rows, found {quoted(given)}. "
-                f"Write for example {example}, or remove the key: evaluation_share decides."
+                "should be pairs of positive numbers, the second the number of validation rows, found "
+                f"{quoted(given)}. Write for example {example}, or remove the key: evaluation_share decides."
             )
         if any(later[0] <= earlier[0] for earlier, later in itertools.pairwise(pairs)):
             raise ValueError(f"should rise in progress, found {quoted(given)}. Order the pairs and give each once.")
@@ -232,8 +235,8 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
     def _check_min_kept(self) -> EarlyExit:
         if isinstance(self.min_kept, tuple) and (self.rungs is None or len(self.min_kept) != len(self.rungs)):
             raise ValueError(
-                f"min_kept should be one number, or one for each of rungs, found {list(self.min_kept)} with "
-                f"{len(self.rungs or ())} of them. Write one number."
+                f"min_kept should be one number, or one for each of rungs, found {list(self.min_kept)}, and the "
+                f"number of rungs is {len(self.rungs or ())}. Write one number."
             )
         return self
 
@@ -242,8 +245,8 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
         twice = [name for name in _RULES_OF_POLICY[self.policy].values() if name in self.rules]
         if twice:
             raise ValueError(
-                f"rules: expected rules beside those of policy {self.policy!r}, found {twice[0]!r}, which is one of "
-                f"them. Write its settings directly under early_exit."
+                f"rules: expected rules that are not part of policy {self.policy!r}, found {twice[0]!r}, which is "
+                "part of it. Write its settings directly under early_exit."
             )
         return self
 
@@ -270,7 +273,7 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
             )
         if not all(isinstance(key, str) for key in value):
             raise SpecError(
-                f"early_exit should have text for keys, found {quoted(list(value))}. Put the keys in quotes."
+                f"early_exit should have text as keys, found {quoted(list(value))}. Put the keys in quotes."
             )
         try:
             return cls(**value)
@@ -404,7 +407,7 @@ def _check_given_once(given: Mapping[str, Any]) -> None:
         raise ConflictingKeysError(f"early_exit gives both preset and {other}; expected one. Remove one of them.")
     if given.get("policy") == "paper":
         raise ConflictingKeysError(
-            "early_exit gives a preset with policy 'paper', whose rule has none; expected one of the two. Remove one."
+            "early_exit gives a preset with policy 'paper', which has no presets; expected one of the two. Remove one."
         )
 
 

@@ -75,7 +75,7 @@ class Expansion:
             other = first_with.setdefault(config, job_id)
             if other != job_id:
                 raise SpecError(
-                    f"search_space should make every job different, found {other} and {job_id} alike "
+                    f"search_space should make every job different, found that {other} and {job_id} are equal "
                     f"({_shown(varied)}). Remove one of the equivalent values."
                 )
             jobs.append(Job(id=job_id, config=config, values=varied))
@@ -106,8 +106,8 @@ class Expansion:
                 self.config({**self.fixed, **varied})
             except SpecError as error:
                 raise SpecError(
-                    f"search_space should have configurations that a job can have, as search {self.search.algorithm!r} "
-                    f"may choose any of them, found {_shown(varied)}: {error}"
+                    "search_space should have only configurations that a job can have, because search "
+                    f"{self.search.algorithm!r} may choose any of them, found {_shown(varied)}: {error}"
                 ) from None
 
     def config(self, values: Mapping[str, Any]) -> JobConfig:

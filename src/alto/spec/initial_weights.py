@@ -14,7 +14,8 @@ InitLoraWeights: TypeAlias = Literal["default", "gaussian", "orthogonal"]
 are random, and their product is zero."""
 
 _CHANGES_THE_BASE = (
-    "it takes the adapter's first product out of the base model's weights, which all jobs share and nobody may change"
+    "it subtracts the adapter's initial product from the base model's weights, which all jobs share and which must "
+    "not change"
 )
 _NEEDS_DATA = "it is computed from forward or backward passes of the base model on the training rows"
 _OTHER_INITS = {

@@ -116,9 +116,9 @@ class JobConfig(SpecModel):
     """
 
     learning_rate: float = Field(default=2e-4, gt=0, description="the peak learning rate")
-    per_device_train_batch_size: int = Field(default=8, ge=1, le=4096, description="rows of one micro-step")
+    per_device_train_batch_size: int = Field(default=8, ge=1, le=4096, description="number of rows in one micro-step")
     gradient_accumulation_steps: int = Field(
-        default=1, ge=1, le=4096, description="micro-steps of one step: its rows are the product of the two"
+        default=1, ge=1, le=4096, description="number of micro-steps in one step, which multiply its rows"
     )
     r: int = Field(default=16, ge=1, le=_MAX_RANK, description="the adapter's rank")
     lora_alpha: float = Field(
@@ -132,7 +132,9 @@ class JobConfig(SpecModel):
     target_parameters: tuple[str, ...] | None = Field(
         default=None, description="parameters of stacked experts that get an adapter per expert"
     )
-    exclude_modules: str | tuple[str, ...] | None = Field(default=None, description="which of them get none")
+    exclude_modules: str | tuple[str, ...] | None = Field(
+        default=None, description="which linear layers get no adapter"
+    )
     layers_to_transform: tuple[int, ...] | None = Field(
         default=None, description="indices of the model's layers with adapters"
     )
@@ -140,7 +142,7 @@ class JobConfig(SpecModel):
         default=None, description="name of the list that holds the model's layers"
     )
     modules_to_save: tuple[str, ...] | None = Field(
-        default=None, description="which of the output head and the token embeddings are trained whole"
+        default=None, description="which of the output head and the token embeddings are trained in full"
     )
     rank_pattern: _RankPattern = Field(default=(), description="ranks of some modules, by name or pattern")
     alpha_pattern: _AlphaPattern = Field(default=(), description="lora_alpha of some modules, by name or pattern")
@@ -149,31 +151,36 @@ class JobConfig(SpecModel):
         default=None, ge=0, description="size of the noise on token embeddings in training (NEFTune)"
     )
     router_aux_loss_coef: float | None = Field(
-        default=None, ge=0, description="weight of the loss that balances the load of experts; as TRL by default"
+        default=None, ge=0, description="weight of the loss that balances the load of experts; by default as in TRL"
     )
-    loraplus_lr_ratio: float = Field(default=1.0, gt=0, description="learning rate of B over that of A (LoRA+)")
+    loraplus_lr_ratio: float = Field(default=1.0, gt=0, description="ratio of the learning rates of B and A (LoRA+)")
     num_train_epochs: float = Field(
         default=3, gt=0, le=_MAX_STEPS, description="epochs over the training rows; steps are rounded up"
     )
-    max_steps: int | None = Field(default=None, ge=1, le=_MAX_STEPS, description="steps; overrides num_train_epochs")
-    lr_scheduler_type: LrSchedulerType = Field(default="linear", description="course of the learning rate")
-    lr_scheduler_kwargs: _SchedulerKwargs = Field(default=(), description="settings of that course")
+    max_steps: int | None = Field(
+        default=None, ge=1, le=_MAX_STEPS, description="number of steps; overrides num_train_epochs"
+    )
+    lr_scheduler_type: LrSchedulerType = Field(default="linear", description="schedule of the learning rate")
+    lr_scheduler_kwargs: _SchedulerKwargs = Field(default=(), description="settings of the learning-rate schedule")
     warmup_steps: float = Field(
-        default=0, ge=0, le=_MAX_STEPS, description="steps of rising learning rate; below 1 their share"
+        default=0,
+        ge=0,
+        le=_MAX_STEPS,
+        description="number of steps with rising learning rate, or their share if below 1",
     )
     warmup_ratio: float = Field(default=0.0, ge=0, lt=1, description="share of the steps with rising learning rate")
     optim: OptimizerName = Field(default="adamw_torch", description="the optimizer, as in transformers")
-    optim_args: _OptimizerArgs = Field(default=(), description="settings of an optimizer that is no AdamW")
+    optim_args: _OptimizerArgs = Field(default=(), description="settings of an optimizer other than AdamW")
     weight_decay: float = Field(
         default=0.0, ge=0, description="decoupled decay; L2 penalty with sgd, rmsprop and adagrad, as in torch"
     )
     max_grad_norm: float | None = Field(default=1.0, ge=0, description="gradients are clipped to this norm")
-    adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="AdamW's decay of the first moment")
-    adam_beta2: float = Field(default=0.999, ge=0, lt=1, description="AdamW's decay of the second moment")
-    adam_epsilon: float = Field(default=1e-8, gt=0, description="AdamW's term in the denominator")
-    seed: int = Field(default=42, ge=0, le=_MAX_SEED, description="of initial weights, data order and dropout")
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="decay rate of AdamW's first moment")
+    adam_beta2: float = Field(default=0.999, ge=0, lt=1, description="decay rate of AdamW's second moment")
+    adam_epsilon: float = Field(default=1e-8, gt=0, description="term in the denominator of AdamW")
+    seed: int = Field(default=42, ge=0, le=_MAX_SEED, description="seed of initial weights, data order and dropout")
     mixture_weights: Weights | None = Field(
-        default=None, description="weight of every source of a mixture, by name; those of the sources by default"
+        default=None, description="weight of every source of a mixture, by name; by default those set in the sources"
     )
     objective: SerializeAsAny[ObjectiveSettings] = Field(
         default=ObjectiveSettings(), description="settings of the method"
@@ -206,19 +213,20 @@ class JobConfig(SpecModel):
         if config.gradient_accumulation_steps > 1 and method.compares_replies:
             raise UnsupportedError(
                 f"gradient_accumulation_steps: expected 1 with method {method.name!r}, found "
-                f"{config.gradient_accumulation_steps}: TRL averages over micro-batches, of which the last of an "
-                "epoch may be smaller, and not over the rows of a step. Multiply per_device_train_batch_size by it."
+                f"{config.gradient_accumulation_steps}: TRL averages over micro-batches, not over the rows of a step, "
+                "and the last micro-batch of an epoch may be smaller. Multiply per_device_train_batch_size by it."
             )
         if config.router_aux_loss_coef and method.entry.problem_types:
             raise UnsupportedError(
-                f"router_aux_loss_coef: expected none with method {method.name!r}, found "
-                f"{config.router_aux_loss_coef:g}: transformers adds no such loss to that of "
-                "a classification head. Remove the key."
+                f"router_aux_loss_coef: expected no value with method {method.name!r}, found "
+                f"{config.router_aux_loss_coef:g}: transformers does not add this loss to that of a classification "
+                "head. Remove the key."
             )
         if config.neftune_noise_alpha and method.compares_replies:
             raise UnsupportedError(
-                f"neftune_noise_alpha: expected none with method {method.name!r}, found {config.neftune_noise_alpha}: "
-                "replies to one prompt are compared, and the noise on each would differ. Remove the key."
+                f"neftune_noise_alpha: expected no value with method {method.name!r}, found "
+                f"{config.neftune_noise_alpha}: replies to one prompt are compared, and the noise on each would "
+                "differ. Remove the key."
             )
         return config
 
@@ -370,8 +378,8 @@ class JobConfig(SpecModel):
         odd = next((rank for rank in (self.r, *(rank for _, rank in self.rank_pattern)) if rank % 2), None)
         if self.init_lora_weights == "orthogonal" and odd is not None:
             raise ValueError(
-                f"init_lora_weights 'orthogonal' should come with even ranks, of which it gives half to A and half to "
-                f"B, found rank {odd}. Write an even r and rank_pattern, or another start."
+                "init_lora_weights 'orthogonal' should come with even ranks, because it gives half of a rank to A and "
+                f"half to B, found rank {odd}. Write an even r and rank_pattern, or a different init_lora_weights."
             )
         return self
 

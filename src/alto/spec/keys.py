@@ -75,14 +75,16 @@ TASK_ALIASES: Mapping[str, str] = {
 }
 """Other spellings of a task's own fields."""
 
-_ONLY_PLAIN_LORA = "LoRA and DoRA are trained in their usual forms alone; remove the key."
+_ONLY_PLAIN_LORA = "Only the usual forms of LoRA and DoRA are trained; remove the key."
 _USE_DTYPE = "Write 'dtype: bfloat16', 'float16' or 'float32' instead."
 _FROZEN_BASE = "The reference of dpo is the frozen base, or 'init_adapter', run once for all jobs; remove the key."
 _WHOLE_DISTRIBUTION = (
-    "It needs the probabilities of all tokens at every position, and only that of the trained token is computed; "
+    "It needs the probabilities of all tokens at every position, but only that of the trained token is computed; "
     "remove the key."
 )
-_CUT_AT_THE_END = "A conversation is cut after its first 'max_length' tokens, the prompt's included; remove the key."
+_CUT_AT_THE_END = (
+    "A conversation is cut after its first 'max_length' tokens, including those of the prompt; remove the key."
+)
 
 UNSUPPORTED_KEYS: Mapping[str, str] = {
     **dict.fromkeys(
@@ -106,7 +108,8 @@ UNSUPPORTED_KEYS: Mapping[str, str] = {
         ),
         _ONLY_PLAIN_LORA,
     ),
-    "ensure_weight_tying": "The output head and the embeddings are trained apart, PEFT's default; remove the key.",
+    "ensure_weight_tying": "The output head and the embeddings are trained separately, as by default in PEFT; remove "
+    "the key.",
     "trainable_token_indices": (
         "Single rows of the embeddings are not trained; write modules_to_save: [embed_tokens] to train all of them, or "
         "remove the key."

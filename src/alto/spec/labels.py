@@ -75,8 +75,8 @@ def check_label_keys(keys: DataKeys, method: Method, num_gpus: int) -> None:
         return
     if keys.token_cache == "disk":
         raise UnsupportedError(
-            f"token_cache: expected 'auto' or 'memory' with method {method.name!r}, found 'disk', which has no place "
-            "for the labels of texts. Remove the key: the tokens are kept in memory."
+            f"token_cache: expected 'auto' or 'memory' with method {method.name!r}, found 'disk', which cannot store "
+            "the labels of texts. Remove the key: the tokens are kept in memory."
         )
     if num_gpus > 1:
         raise UnsupportedError(

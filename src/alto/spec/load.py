@@ -86,7 +86,7 @@ def read_run_task(path: str | os.PathLike[str]) -> Task:
 def _task(path: Path, values: Mapping[Any, Any]) -> Task:
     for key in values:
         if not isinstance(key, str):
-            raise SpecError(f"{path} should have text for keys, found {quoted(key)}. Put the key in quotes.")
+            raise SpecError(f"{path} should have text as keys, found {quoted(key)}. Put the key in quotes.")
     try:
         return Task(**values)
     except (SpecError, UnsupportedError) as error:
@@ -122,8 +122,8 @@ def read_mapping(path: Path, kind: str, example: str) -> dict[Any, Any]:
         raise SpecError(f"{path} should be a readable YAML file in UTF-8, found: {error}. Check the file.") from None
     if text is None:
         raise SpecError(
-            f"{path} should be a {kind} file of at most {_MAX_BYTES} bytes, found more. Is it the right file? Rows "
-            f"belong in a dataset of their own, and many values of a search space are sampled: {{min, max, num}}."
+            f"{path} should be a {kind} file of at most {_MAX_BYTES} bytes, found more. Check whether it is the right "
+            "file: rows belong in a separate dataset, and a search space with many values is sampled: {min, max, num}."
         )
     try:
         values = read_yaml(text)
@@ -196,8 +196,8 @@ def overridden(values: Mapping[Any, Any], overrides: Iterable[str]) -> Mapping[A
         earlier = spelled.setdefault(tuple(_ALIASES.get(key, key) for key in keys), written)
         if earlier != written:
             raise ConflictingKeysError(
-                f"The overrides should give one key by one spelling, found both {quoted(earlier)} and "
-                f"{quoted(written)}. Remove one."
+                f"The overrides should use one spelling of a key, found both {quoted(earlier)} and {quoted(written)}. "
+                "Remove one."
             )
     return values
 
@@ -226,8 +226,8 @@ def _override(values: Mapping[Any, Any], override: str) -> dict[Any, Any]:
     keys = [key.strip() for key in dotted.split(".")]
     if len(keys) > _MAX_OVERRIDE_KEYS:
         raise SpecError(
-            f"The override {quoted(override)} should lead to a key, found {len(keys)} keys in each other. No setting "
-            f"is nested that deep; correct it."
+            f"The override {quoted(override)} should name a key, found {len(keys)} nested keys. No setting is nested "
+            "so deeply; correct it."
         )
     if len(keys) == 1:
         values = _without_search(values, _ALIASES.get(keys[0], keys[0]))

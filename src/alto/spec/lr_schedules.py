@@ -89,7 +89,7 @@ def supported_scheduler(value: object) -> object:
     if isinstance(name, str) and name in _REFUSED:
         raise UnsupportedError(
             f"lr_scheduler_type: expected a schedule that is fixed before the job starts, found {quoted(name)}: "
-            f"{_REFUSED[str(name)]}. Write another, such as 'cosine'."
+            f"{_REFUSED[str(name)]}. Write a different schedule, such as 'cosine'."
         )
     return name
 
@@ -109,12 +109,12 @@ def scheduler_kwargs(value: object) -> Pairs:
     for key, item in pairs:
         if key not in DOMAINS:
             raise ValueError(
-                f"should have settings of schedules for keys ({', '.join(DOMAINS)}), found {quoted(key)}. Correct it, "
+                f"should have settings of schedules as keys ({', '.join(DOMAINS)}), found {quoted(key)}. Correct it, "
                 "or remove it."
             )
         domain, is_allowed = DOMAINS[key]
         if item is not None and not is_allowed(item):
-            raise ValueError(f"should have for {key} {domain}, found {quoted(item)}. Write such a value.")
+            raise ValueError(f"should have {domain} for {key}, found {quoted(item)}. Write such a value.")
     return tuple(sorted((key, item) for key, item in pairs if item is not None))
 
 

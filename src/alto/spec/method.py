@@ -111,7 +111,7 @@ class Method:
             raise error
 
 
-_GENERATES = "which generates while it trains: ALTO does not. Choose one of the others."
+_GENERATES = "which generates text during training; ALTO does not. Choose one of these methods."
 _SWEEP = "which is how a sweep of W&B searches. Write its parameters under 'search_space', and 'search: "
 _OTHER_NAMES: Mapping[str, str] = {
     **dict.fromkeys(("grpo", "rloo", "ppo", "online_dpo"), _GENERATES),

@@ -74,7 +74,7 @@ def metric_notes(metric: str, method: str, configs: Iterable[JobConfig]) -> tupl
     others = [score for score in entry.scores if not set(entry.scaled_by.get(score, ())) & set(differing)]
     remedy = f"; metric: {others[0]} does not depend on it" if others else ""
     return (
-        f"Jobs differ in {' and '.join(differing)}, and with that in the scale of the {what} by which they are "
+        f"Jobs differ in {' and '.join(differing)}, and therefore in the scale of the {what} by which they are "
         f"compared{remedy}.",
     )
 

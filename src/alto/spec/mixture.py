@@ -47,16 +47,18 @@ class MixtureSource(SpecModel):
     """
 
     path: str = Field(min_length=1, description="a file, a hub dataset or a preset")
-    name: str = Field(min_length=1, max_length=40, description="of the source")
-    weight: float = Field(default=1.0, ge=0, le=1e6, description="where a job sets no mixture_weights")
+    name: str = Field(min_length=1, max_length=40, description="name of the source")
+    weight: float = Field(
+        default=1.0, ge=0, le=1e6, description="weight of the source, if a job sets no mixture_weights"
+    )
     dataset_config: str | None = Field(default=None, min_length=1, description="configuration of a hub dataset")
     dataset_train_split: str | None = Field(default=None, min_length=1, description="split to train on")
-    dataset_test_split: str | None = Field(default=None, min_length=1, description="split held out")
+    dataset_test_split: str | None = Field(default=None, min_length=1, description="split with held-out rows")
     dataset_format: RowFormName | None = Field(
-        default=None, description="form of the rows; that of the task by default"
+        default=None, description="format of the rows; by default that of the task"
     )
-    columns: Mapping[str, str] = Field(default={}, description="columns by their roles")
-    validation_dataset: str | None = Field(default=None, min_length=1, description="rows to validate on")
+    columns: Mapping[str, str] = Field(default={}, description="names of the columns by role")
+    validation_dataset: str | None = Field(default=None, min_length=1, description="validation rows")
 
     @field_validator("path", "validation_dataset", mode="before")
     @classmethod
@@ -107,7 +109,7 @@ def parse_sources(given: object, default_name: Any) -> tuple[MixtureSource, ...]
     names = [source.name for source in sources]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise SpecError(f"dataset should name every source differently, found {quoted(twice)} twice. Set 'name'.")
+        raise SpecError(f"dataset should give every source a different name, found {quoted(twice)} twice. Set 'name'.")
     if not any(source.weight for source in sources):
         raise SpecError("dataset should have a source with a weight above 0, found none. Raise one.")
     return sources
@@ -157,7 +159,7 @@ def normalised(value: object) -> Weights:
     total = sum(float(weight) for _, weight in pairs) if are_weights else 0.0
     if not 0 < total < math.inf:
         raise ValueError(
-            f"should hold finite weights from 0 on, one of them above 0, found {quoted(dict(pairs))}. Correct them."
+            f"should hold finite weights >= 0, at least one of them above 0, found {quoted(dict(pairs))}. Correct them."
         )
     if math.isclose(total, 1.0, rel_tol=1e-12):
         return tuple((name, float(weight)) for name, weight in pairs)
@@ -172,7 +174,8 @@ def ordered(weights: Weights, sources: Sequence[MixtureSource]) -> Weights:
     """
     if not sources:
         raise SpecError(
-            f"{MIXTURE_WEIGHTS} should be set where 'dataset' is a list of sources, found one dataset. Remove the key."
+            f"{MIXTURE_WEIGHTS} should be set only if 'dataset' is a list of sources, found one dataset. Remove the "
+            "key."
         )
     by_name, expected = dict(weights), [source.name for source in sources]
     if by_name.keys() != set(expected):

@@ -53,7 +53,7 @@ def targeted_modules(value: object) -> str | tuple[str, ...]:
     if word is None:
         return found
     if len(found) > 1:
-        raise ValueError(f"should be {word!r} alone or names alone, found {quoted(value)}. Choose one.")
+        raise ValueError(f"should be either {word!r} or names, found both in {quoted(value)}. Choose one.")
     return word
 
 
@@ -139,8 +139,8 @@ def per_module(value: object, what: str, is_allowed: Callable[[Any], bool]) -> P
     for name, number in pairs:
         if not isinstance(name, str) or not name.strip():
             raise ValueError(
-                f"should have names of modules, or regular expressions over them, for keys, found {quoted(name)}. "
-                "Write for example {q_proj: 8}."
+                "should have names of modules, or regular expressions that match them, as keys, found "
+                f"{quoted(name)}. Write for example {{q_proj: 8}}."
             )
         _check_regex(name)
         if isinstance(number, bool) or not isinstance(number, int | float) or not is_allowed(number):

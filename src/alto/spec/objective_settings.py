@@ -83,7 +83,7 @@ _METHODS_BY_FORM: Mapping[str, str] = {
 }
 """Names that other programs list as forms of DPO's loss, with the keys to write in ALTO."""
 
-_SORTED = "sorts the log-ratios of the whole batch, which may be split over micro-batches here"
+_SORTED = "sorts the log-ratios of the whole batch, which ALTO may split over micro-batches"
 _REFUSED_FORMS: Mapping[str, str] = {"aot": _SORTED, "aot_unpaired": _SORTED}
 """TRL's forms of the loss that are not supported, with the reason."""
 
@@ -122,7 +122,7 @@ class OrpoSettings(ObjectiveSettings):
 
     aliases: ClassVar[Mapping[str, str]] = {"pref_beta": "beta", "rl_beta": "beta"}
 
-    beta: float = Field(default=0.1, ge=1e-6, le=1e6, description="weight of the odds")
+    beta: float = Field(default=0.1, ge=1e-6, le=1e6, description="weight of the odds-ratio loss")
 
 
 class DpoSettings(ObjectiveSettings):
@@ -139,22 +139,24 @@ class DpoSettings(ObjectiveSettings):
         "dpo_label_smoothing": "label_smoothing",
     }
 
-    beta: float = Field(default=0.1, ge=1e-6, le=1e6, description="penalty of leaving the base")
+    beta: float = Field(
+        default=0.1, ge=1e-6, le=1e6, description="strength of the penalty for deviating from the base model"
+    )
     loss_type: LossType | tuple[LossType, ...] = Field(
-        default="sigmoid", description="form of the loss, or several that are added"
+        default="sigmoid", description="form of the loss, or several forms that are summed"
     )
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5, description="assumed share of pairs in the wrong order")
     loss_weights: tuple[float, ...] | None = Field(
-        default=None, description="weight of each form of loss_type, where there are several"
+        default=None, description="weight of each form of loss_type, if there are several"
     )
     rpo_alpha: float | None = Field(
-        default=None, ge=0, le=1e6, description="weight of the chosen replies' cross-entropy, which is added"
+        default=None, ge=0, le=1e6, description="weight of the chosen replies' cross-entropy that is added to the loss"
     )
     ld_alpha: float | None = Field(
         default=None, ge=0, le=1, description="weight of a reply's tokens beyond the length of the shorter reply"
     )
     f_divergence_type: Divergence = Field(
-        default="reverse_kl", description="divergence from the base that the loss limits"
+        default="reverse_kl", description="divergence from the base model that the loss limits"
     )
     f_alpha_divergence_coef: float = Field(
         default=_ALPHA_COEF, ge=-1e3, le=1e3, description="alpha of f_divergence_type alpha_divergence"
@@ -174,7 +176,7 @@ class DpoSettings(ObjectiveSettings):
         names = value if isinstance(value, list | tuple) else [value]
         for name in names:
             if isinstance(name, str) and name not in LOSS_TYPES:
-                remedy = f"Write {_METHODS_BY_FORM[name]}." if name in _METHODS_BY_FORM else "Write one of those."
+                remedy = f"Write {_METHODS_BY_FORM[name]}." if name in _METHODS_BY_FORM else "Write one of them."
                 reason = f", which {_REFUSED_FORMS[name]}" if name in _REFUSED_FORMS else ""
                 raise ValueError(f"should be one of {', '.join(LOSS_TYPES)}, found {quoted(name)}{reason}. {remedy}")
         if not isinstance(value, list | tuple):
@@ -215,7 +217,7 @@ class DpoSettings(ObjectiveSettings):
         if "exo_pair" in names and not self.label_smoothing:
             raise ValueError(
                 "label_smoothing should be above 0 with loss_type 'exo_pair', found 0. Write label_smoothing: 1.0e-3, "
-                "as its paper has it."
+                "as in its paper."
             )
         others = [name for name in names if name not in _DIVERGING]
         if self.f_divergence_type != "reverse_kl" and others:
@@ -244,13 +246,13 @@ class CpoSettings(ObjectiveSettings):
     beta: float = Field(default=0.1, ge=1e-6, le=1e6, description="weight of a reward")
     loss_type: CpoLossType = Field(default="sigmoid", description="form of the loss")
     cpo_alpha: float = Field(
-        default=1.0, ge=0, le=1e6, description="weight of the chosen replies' cross-entropy, which is added"
+        default=1.0, ge=0, le=1e6, description="weight of the chosen replies' cross-entropy that is added to the loss"
     )
     simpo_gamma: float | None = Field(
         default=None,
         ge=0,
         le=1e6,
-        description="lead that the chosen reply's reward is to have; only of loss_type simpo",
+        description="margin that the chosen reply's reward should have; only for loss_type simpo",
     )
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5, description="assumed share of pairs in the wrong order")
 
@@ -286,7 +288,9 @@ class KtoSettings(ObjectiveSettings):
         "kto_undesirable_weight": "undesirable_weight",
     }
 
-    beta: float = Field(default=0.1, ge=1e-6, le=1e6, description="penalty of leaving the base")
+    beta: float = Field(
+        default=0.1, ge=1e-6, le=1e6, description="strength of the penalty for deviating from the base model"
+    )
     loss_type: KtoLossType = Field(default="kto", description="form of the loss")
     desirable_weight: float = Field(default=1.0, ge=0, le=1e6, description="weight of the losses of desirable replies")
     undesirable_weight: float = Field(

@@ -80,22 +80,22 @@ class ObjectiveEntry:
     def __post_init__(self) -> None:
         if not isinstance(self.settings, type) or not issubclass(self.settings, ObjectiveSettings):
             raise SpecError(
-                f"settings: expected a subclass of ObjectiveSettings, found {self.settings!r}. Let it subclass that."
+                f"settings: expected a subclass of ObjectiveSettings, found {self.settings!r}. Make it such a subclass."
             )
         check_defaults(self.settings)
         if not isinstance(self.implementation, str) or ":" not in self.implementation:
             raise SpecError(
                 f"implementation: expected text such as 'package.module:Class', found {self.implementation!r}. Write "
-                "it so; the class is imported when something is trained."
+                "it in this form; the class is imported when training starts."
             )
         if self.problem_types and (self.is_paired is not False or self.is_labelled or self.needs_reference):
             raise SpecError(
                 "problem_types: expected is_paired to be false with it, and is_labelled and needs_reference not to be "
-                "set. Texts with labels are no replies."
+                "set. Texts with labels are not replies."
             )
         if self.is_labelled and self.is_paired is not False:
             raise SpecError(
-                f"is_labelled: expected is_paired to be false with it, found {self.is_paired}. Labelled rows are no "
+                f"is_labelled: expected is_paired to be false with it, found {self.is_paired}. Labelled rows are not "
                 "pairs."
             )
         named = {name: getattr(self, name) for name in ("problem_types", "metrics", "derived", "scores")}

@@ -156,5 +156,5 @@ def _value(name: str, given: Any) -> float | bool:
         number = math.nan
     if not math.isfinite(number) or (name in _NON_NEGATIVE and number < 0):
         domain = "a finite number >= 0" if name in _NON_NEGATIVE else "a finite number"
-        raise ValueError(f"should have for {name} {domain}, found {quoted(given)}. Write such a value.")
+        raise ValueError(f"should have {domain} for {name}, found {quoted(given)}. Write such a value.")
     return number

@@ -67,7 +67,7 @@ def strict_json(data: bytes | str) -> Any:
     try:
         return json.loads(data, parse_constant=_refuse)
     except RecursionError:
-        raise ValueError("too many levels of lists and objects in each other") from None
+        raise ValueError("too many levels of nested lists and objects") from None
 
 
 def is_number(value: object, *, least: float, most: float) -> bool:
@@ -76,4 +76,4 @@ def is_number(value: object, *, least: float, most: float) -> bool:
 
 
 def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant}, which is no JSON number")
+    raise ValueError(f"{constant}, which is not a JSON number")

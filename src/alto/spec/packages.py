@@ -35,8 +35,8 @@ def naming_errors(
         if isinstance(error, AltoError) or passes(error) or _top(module) == "alto":
             raise
         raise UnsupportedError(
-            f"{call}: expected it to do what {page} says, found that it raises {described(error, module)}; "
-            "correct that package, or do without it"
+            f"{call}: expected it to work as {page} says, found that it raises {described(error, module)}; correct "
+            "that package, or do not use it"
         ) from error
 
 

@@ -28,7 +28,7 @@ class Refit(SpecModel):
 
     run: str = Field(min_length=1, description="folder of the finished run")
     job: str = Field(min_length=1, description="its best job")
-    steps: int = Field(ge=1, le=10**9, description="steps that are trained")
+    steps: int = Field(ge=1, le=10**9, description="number of steps to train")
 
     @classmethod
     def parse(cls, value: Mapping[Any, Any]) -> Self:
@@ -77,9 +77,9 @@ def check_refit(task: _Task, max_steps: list[int | None]) -> None:
         return
     if task.sources and task.validation_dataset is not None:
         raise UnsupportedError(
-            "refit: expected validation rows that are of the sources of the mixture, found validation_dataset: they "
-            "are of no source, so that no weight says how often they are drawn. Make them a source, or tune without "
-            "validation_dataset."
+            "refit: expected validation rows that belong to the sources of the mixture, found validation_dataset: its "
+            "rows belong to no source, so that no weight says how often they are drawn. Make them a source, or tune "
+            "without validation_dataset."
         )
     longest = max_steps[0] if len(max_steps) == 1 else None
     if longest is None or longest < refit.steps or task.early_exit.enabled or task.select_by != "metric":

@@ -79,8 +79,9 @@ class Registry(Generic[T]):
         others = entry_points(group=self.group, name=name) if name in self.own else ()
         for other in others:
             raise UnsupportedError(
-                f"{self.key}: expected {name!r} to be ALTO's alone, found that a package registers {other.value} under "
-                "that name, where it is never used; register it under another name, or remove that package"
+                f"{self.key}: expected {name!r} to be registered by ALTO only, found that a package registers "
+                f"{other.value} under that name, where it is never used; register it under a different name, or "
+                "remove that package"
             )
 
     def _unknown(self, name: str) -> SpecError:

@@ -55,18 +55,20 @@ class Rule(SpecModel):
 class DivergenceSettings(SpecModel):
     """Settings of the divergence test."""
 
-    window: int = Field(default=2, ge=2, le=_MAX_EVALUATIONS, description="evaluations a slope is fitted over")
-    divergence_patience: int = Field(
-        default=2, ge=1, le=_MAX_EVALUATIONS, description="evaluations in a row that must look diverging"
+    window: int = Field(
+        default=2, ge=2, le=_MAX_EVALUATIONS, description="number of evaluations over which a slope is fitted"
     )
-    tau_slope: float = Field(default=0.001, gt=0, description="slope from which a loss rises")
+    divergence_patience: int = Field(
+        default=2, ge=1, le=_MAX_EVALUATIONS, description="number of evaluations in a row that must look diverging"
+    )
+    tau_slope: float = Field(default=0.001, gt=0, description="slope from which a loss counts as rising")
 
 
 class OverfittingSettings(SpecModel):
     """Common settings of the overfitting rules."""
 
     overfitting_patience: int = Field(
-        default=2, ge=1, le=_MAX_EVALUATIONS, description="evaluations in a row that must look overfit"
+        default=2, ge=1, le=_MAX_EVALUATIONS, description="number of evaluations in a row that must look overfit"
     )
 
 
@@ -79,8 +81,10 @@ class GapSettings(OverfittingSettings):
 class UpturnSettings(OverfittingSettings):
     """Settings of ALTO's overfitting test."""
 
-    tau_upturn: float = Field(default=0.001, ge=0, description="relative rise of the validation loss over its best")
-    tau_noise: float = Field(default=3.0, ge=0, description="the same rise in deviations of its noise")
+    tau_upturn: float = Field(
+        default=0.001, ge=0, description="relative rise of the validation loss over its best value"
+    )
+    tau_noise: float = Field(default=3.0, ge=0, description="the same rise in standard deviations of the loss's noise")
 
 
 def _rule(found: object) -> type[Rule]:

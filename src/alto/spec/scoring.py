@@ -81,15 +81,15 @@ class Scoring(SpecModel):
     scorer: ScorerName = Field(description="what scores the answers")
     keys: tuple[str, ...] | None = Field(default=None, description="keys of JSON objects that are compared")
     pattern: str | None = Field(default=None, min_length=1, description="regular expression of a right answer")
-    tolerance: float = Field(default=0.0, ge=0, description="difference of numbers that count as equal")
+    tolerance: float = Field(default=0.0, ge=0, description="largest difference of numbers that count as equal")
     ignore_case: bool = Field(default=False, description="treat capital and small letters alike")
     function: str | None = Field(default=None, min_length=1, description="dotted name of a Python function")
     url: str | None = Field(default=None, min_length=1, description="address of an HTTP scorer")
     headers_env: str | None = Field(default=None, description="environment variable with further headers")
-    rows_per_request: int = Field(default=16, ge=1, le=10_000, description="rows in one request")
-    timeout_s: float = Field(default=30.0, gt=0, le=3600, description="seconds for one request or call")
-    num_rows: int | None = Field(default=None, ge=1, le=10**9, description="rows that are scored")
-    max_new_tokens: int = Field(default=512, ge=1, le=2**17, description="tokens of a generated text")
+    rows_per_request: int = Field(default=16, ge=1, le=10_000, description="number of rows in one request")
+    timeout_s: float = Field(default=30.0, gt=0, le=3600, description="maximum seconds for one request or call")
+    num_rows: int | None = Field(default=None, ge=1, le=10**9, description="number of rows that are scored")
+    max_new_tokens: int = Field(default=512, ge=1, le=2**17, description="maximum number of tokens in a generated text")
     at: Literal["finalists"] | tuple[float, ...] = Field(default="finalists", description="when jobs are scored")
 
     @field_validator("at", mode="before")
@@ -161,8 +161,8 @@ class Scoring(SpecModel):
             is_address = False
         if not is_address or not url.isprintable() or " " in url:
             raise ValueError(
-                "should be an address that begins with http:// or https://, found another one. Write for example "
-                "https://judge.example/score."
+                "should be an address that begins with http:// or https://, found a different address. Write for "
+                "example https://judge.example/score."
             )
         if parts.username is not None or parts.password is not None:
             raise ValueError(
@@ -249,7 +249,7 @@ def parse_metric(value: object) -> str | Scoring:
     found = _parsed(value, "metric", "metric", f"one of {', '.join(get_args(Metric))}, or a mapping of settings")
     for key, option in _OF_EVALUATIONS.items():
         if key in found.model_fields_set:
-            raise SpecError(f"metric.{key}: expected settings of the scorer alone, found {key}; {option}")
+            raise SpecError(f"metric.{key}: expected only settings of the scorer, found {key}; {option}")
     return found
 
 

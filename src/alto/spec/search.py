@@ -38,7 +38,7 @@ class Budget(SpecModel):
     """
 
     jobs: int | None = Field(default=None, ge=1, le=10_000, description="configurations")
-    samples: int | None = Field(default=None, ge=1, le=10**12, description="training rows of all jobs")
+    samples: int | None = Field(default=None, ge=1, le=10**12, description="number of training rows of all jobs")
     duration_s: float | None = Field(default=None, gt=0, le=10**8, description="seconds")
     cost: float | None = Field(default=None, gt=0, le=10**9, description="money")
     gpu_hour_price: float | None = Field(default=None, gt=0, le=10**6, description="price of an hour of one GPU")
@@ -84,9 +84,13 @@ class Search(SpecModel):
         UnknownKeyError: A key is not one of the above.
     """
 
-    algorithm: Literal["grid", "random", "tpe", "pbt"] = Field(default="grid", description="how they are found")
+    algorithm: Literal["grid", "random", "tpe", "pbt"] = Field(
+        default="grid", description="how configurations are chosen"
+    )
     budget: Budget = Field(default=Budget(), description="what may be spent")
-    num_initial_jobs: int | None = Field(default=None, ge=2, le=10_000, description="jobs that begin with the task")
+    num_initial_jobs: int | None = Field(
+        default=None, ge=2, le=10_000, description="number of jobs that begin with the task"
+    )
     usual_learning_rate: float | None = Field(
         default=None, gt=0, le=1, description="learning rate near which a search begins"
     )
@@ -107,8 +111,8 @@ class Search(SpecModel):
             )
         if self.budget.jobs is not None and self.algorithm == "grid":
             raise ValueError(
-                "budget.jobs: expected it with another algorithm than 'grid', which trains all configurations. "
-                "Set algorithm to random or tpe, or limit samples or duration_s."
+                "budget.jobs: expected it with an algorithm other than 'grid', which trains all configurations. Set "
+                "algorithm to random or tpe, or limit samples or duration_s."
             )
         return self
 

@@ -330,13 +330,15 @@ def _pairing(value: object, path: str, method: Method) -> tuple[Axis, ...]:
     for key, values in fields.items():
         if not isinstance(values, list | tuple | Mapping):
             raise SpecError(
-                f"{path}.{key} should be a list as long as those it is paired with, found {quoted(values)}. "
-                f"Move a fixed value out of 'paired'."
+                f"{path}.{key} should be a list as long as the lists it is paired with, found {quoted(values)}. Move "
+                "a fixed value out of 'paired'."
             )
     axes = tuple(_axis(key, values, f"{path}.{key}", method, may_repeat=True) for key, values in fields.items())
     if len({len(axis) for axis in axes}) > 1:
         found = ", ".join(f"{axis.key} with {len(axis)}" for axis in axes)
-        raise SpecError(f"{path} should hold equally many values for every field, found {found}. Even them out.")
+        raise SpecError(
+            f"{path} should hold the same number of values for every field, found {found}. Add or remove values."
+        )
     return axes
 
 

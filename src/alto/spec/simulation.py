@@ -70,7 +70,9 @@ class Simulation(SpecModel):
     num_tasks: int = Field(default=100, ge=1, le=MAX_TASKS, description="number of generated tasks")
     arrivals: Literal["at_once", "poisson"] = Field(default="at_once", description="arrival of tasks")
     arrivals_per_hour: float | None = Field(default=None, ge=1e-3, le=1e9, description="tasks that arrive in an hour")
-    gpus: Mapping[int, float] = Field(default={1: 0.6, 2: 0.25, 4: 0.15}, description="GPUs of a task, with shares")
+    gpus: Mapping[int, float] = Field(
+        default={1: 0.6, 2: 0.25, 4: 0.15}, description="share of the tasks for each number of GPUs"
+    )
     duration_distribution: Literal["lognormal", "pareto"] = Field(
         default="lognormal", description="the distribution of durations"
     )
@@ -80,23 +82,34 @@ class Simulation(SpecModel):
     duration_p99_s: float = Field(default=36000.0, ge=MIN_S, le=MAX_S, description="99th percentile of the durations")
     bases: int = Field(default=0, ge=0, le=MAX_TASKS, description="base models that generated tasks may share")
     step_share: float = Field(
-        default=STEP_SHARE, ge=0, le=1, description="share of a generated task's duration for steps as such"
+        default=STEP_SHARE,
+        ge=0,
+        le=1,
+        description="share of a generated task's duration that is a fixed cost of its steps",
     )
     early_exit_shares: tuple[float, ...] = Field(
-        default=MEASURED_EXIT_SHARES, description="shares of the work done with early exit"
+        default=MEASURED_EXIT_SHARES, description="shares of its work that a task does with early exit"
     )
-    estimate_error: float = Field(default=1.0, ge=1, le=1000, description="factor by which estimates are wrong at most")
-    gpu_mtbf_hours: float | None = Field(default=None, ge=0.01, le=1e9, description="hours between two losses of a GPU")
+    estimate_error: float = Field(default=1.0, ge=1, le=1000, description="largest factor by which estimates are wrong")
+    gpu_mtbf_hours: float | None = Field(
+        default=None, ge=0.01, le=1e9, description="average hours between two losses of a GPU"
+    )
     gpu_repair_hours: float = Field(default=1.0, ge=0.01, le=1e6, description="hours until a lost GPU is back")
-    crashes_per_hour: float = Field(default=0.0, ge=0, le=1e6, description="deaths of an executor in an hour")
-    checkpoint_interval_s: float = Field(default=60.0, ge=0, le=MAX_S, description="work lost with an executor at most")
-    quotas: Mapping[str, int] = Field(default={}, description="GPUs a tenant has at most")
-    max_attempts: int = Field(default=3, ge=1, le=1000, description="failures after which a task is given up")
-    backoff_s: float = Field(default=10.0, ge=0, le=MAX_S, description="pause after the first failure")
+    crashes_per_hour: float = Field(
+        default=0.0, ge=0, le=1e6, description="average number of crashes of an executor in an hour"
+    )
+    checkpoint_interval_s: float = Field(
+        default=60.0, ge=0, le=MAX_S, description="maximum seconds of work lost with an executor"
+    )
+    quotas: Mapping[str, int] = Field(default={}, description="maximum number of GPUs of a tenant")
+    max_attempts: int = Field(default=3, ge=1, le=1000, description="number of failures after which a task is given up")
+    backoff_s: float = Field(default=10.0, ge=0, le=MAX_S, description="seconds of the pause after the first failure")
     methods: tuple[str, ...] = Field(default=(), description="how tasks are scheduled")
-    solver_s: float = Field(default=5.0, gt=0, le=MAX_S, description="seconds a solver has in one simulation")
+    solver_s: float = Field(default=5.0, gt=0, le=MAX_S, description="maximum seconds of a solver in one simulation")
     seed: int = Field(default=42, ge=0, description="seed of all random values")
-    num_seeds: int = Field(default=5, ge=1, le=1000, description="simulations that decide how many GPUs are enough")
+    num_seeds: int = Field(
+        default=5, ge=1, le=1000, description="number of simulations that decide how many GPUs are enough"
+    )
 
     def __init__(self, /, **values: Any) -> None:
         given = canonical_keys(values, fields=type(self).model_fields, aliases={}, where="the simulation")

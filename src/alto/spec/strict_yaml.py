@@ -96,7 +96,7 @@ class _StrictLoader(yaml.SafeLoader):
         except _NO_SUCH_VALUE:
             kind = node.tag.rpartition(":")[2]
             raise yaml.constructor.ConstructorError(
-                None, None, f"the {kind} {quoted(node.value)} is none", node.start_mark
+                None, None, f"the {kind} {quoted(node.value)} is not valid", node.start_mark
             ) from None
 
 
@@ -137,4 +137,4 @@ def _check_bounds(values: int, levels: int) -> None:
     if values > MAX_VALUES:
         raise NotYamlError(f"more than {MAX_VALUES} values (values by alias counted); sample them: {{min, max, num}}")
     if levels > _MAX_LEVELS:
-        raise NotYamlError(f"more than {_MAX_LEVELS} levels of lists and mappings in each other")
+        raise NotYamlError(f"more than {_MAX_LEVELS} levels of nested lists and mappings")

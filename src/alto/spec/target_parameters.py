@@ -73,13 +73,13 @@ def check_targets(config: _Config) -> None:
     )
     if config.target_parameters and patterned:
         raise ValueError(
-            f"{patterned} should not come with target_parameters, found both: PEFT reads it otherwise for "
-            "parameters than for modules. Remove one of the two."
+            f"{patterned} should not come with target_parameters, found both: PEFT reads it differently for "
+            "parameters and for modules. Remove one of the two."
         )
     if config.target_parameters and config.init_lora_weights == "orthogonal":
         raise ValueError(
             "init_lora_weights should be 'default' or 'gaussian' with target_parameters, found 'orthogonal', which "
-            "starts the matrices of all experts as one. Remove one of the two."
+            "initialises the matrices of all experts as one matrix. Remove one of the two."
         )
     if config.target_parameters and config.lora_dropout:
         raise ValueError(
@@ -94,7 +94,7 @@ def check_targets(config: _Config) -> None:
     if config.target_parameters and config.bias != "none":
         raise ValueError(
             f"bias should be 'none' with target_parameters, found {quoted(config.bias)}: PEFT's layers of experts and "
-            "routers have no bias that it trains alike. Remove one of the two."
+            "routers have no bias that it trains in this way. Remove one of the two."
         )
     if config.target_parameters and config.optim != "adamw_torch":
         raise ValueError(

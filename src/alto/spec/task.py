@@ -136,38 +136,46 @@ class Task(DataKeys):
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
     method: str = Field(default=DEFAULT_METHOD, description="what is learned from a row")
-    metric: str = Field(default=LOSS, min_length=1, description="what the best adapter is selected by")
+    metric: str = Field(default=LOSS, min_length=1, description="value by which the best adapter is selected")
     init_adapter: str | None = Field(
         default=None, min_length=1, description="saved adapter, or run, that every job begins with"
     )
     refit: Refit | None = Field(default=None, description="trains all rows, without validation (alto refit)")
     num_gpus: int = Field(default=1, ge=1, le=4096, description="devices the task runs on")
     priority: int = Field(default=0, ge=0, le=100, description="priority among waiting tasks")
-    tenant: str = Field(default="", max_length=100, description="whose GPUs the task counts against")
+    tenant: str = Field(default="", max_length=100, description="tenant whose GPU quota the task counts against")
     share_executor: bool = Field(default=True, description="may be trained in one process with other tasks")
     eval_steps: float = Field(default=0.05, gt=0, le=1, description="share of a job's steps between two evaluations")
     select_by: Literal["metric", "eval_accuracy"] | Scoring = Field(
         default="metric", description="what chooses the winner"
     )
-    num_finalists: int = Field(default=4, ge=1, le=1024, description="jobs among whom answers choose")
-    num_samples: int | None = Field(default=0, ge=0, le=1000, description="validation prompts that are continued")
-    sample_max_new_tokens: int = Field(default=128, ge=1, le=2**17, description="tokens of a continued prompt")
+    num_finalists: int = Field(
+        default=4, ge=1, le=1024, description="number of jobs whose answers are scored to choose the winner"
+    )
+    num_samples: int | None = Field(
+        default=0, ge=0, le=1000, description="number of validation prompts that are continued"
+    )
+    sample_max_new_tokens: int = Field(
+        default=128, ge=1, le=2**17, description="maximum number of tokens that continue a prompt"
+    )
     early_exit: EarlyExit = Field(default=EarlyExit(), description="early-exit settings")
     search: Search = Field(default=Search(), description="how configurations are found")
     repeat_by: Literal["seed", "none"] = Field(
-        default="seed", description="what repetitions of a configuration differ in"
+        default="seed", description="key in which repetitions of a configuration differ"
     )
-    max_slots: int | None = Field(default=None, ge=1, le=1024, description="jobs resident at a time")
+    max_slots: int | None = Field(default=None, ge=1, le=1024, description="maximum number of resident jobs")
     max_tokens_per_step: int | None = Field(
-        default=None, ge=1, le=2**24, description="tokens of a step of all resident jobs"
+        default=None, ge=1, le=2**24, description="maximum number of tokens in a step of all resident jobs"
     )
-    max_tokens_per_pass: int | None = Field(default=None, ge=1, le=2**24, description="tokens of a micro-batch")
+    max_tokens_per_pass: int | None = Field(
+        default=None, ge=1, le=2**24, description="maximum number of tokens in a micro-batch"
+    )
     gradient_checkpointing: Literal[True, False, "auto"] = Field(
         default=False, description="recompute activations instead of keeping them"
     )
     torch_compile: bool = Field(default=False, description="compile the layers of the base model")
     checkpoint_interval_s: float = Field(default=60.0, ge=0, le=86400, description="seconds between two checkpoints")
-    keep: Keep = Field(default="finalists", description="whose adapters stay on disk when the task ends")
+    keep: Keep = Field(default="finalists", description="which adapters stay on disk when the task ends")
     dtype: Dtype = Field(default="auto", description="precision of the base model")
     load_in_4bit: bool = Field(default=False, description="keep the base model's linear layers in 4 bits (NF4)")
     load_in_8bit: bool = Field(default=False, description="keep the base model's linear layers in 8 bits")
@@ -175,7 +183,7 @@ class Task(DataKeys):
         default="float32", description="precision of adapters, their gradients and the state of adamw_torch"
     )
     optim_state_dtype: AdapterDtype | None = Field(
-        default=None, description="precision of the state of adamw_torch; none: that of the adapters"
+        default=None, description="precision of the state of adamw_torch; by default that of the adapters"
     )
     trust_remote_code: bool = Field(default=False, description="run the Python code that comes with a model")
     use_safetensors: bool = Field(default=True, description="read safetensors weights; false reads pickle files")
@@ -406,8 +414,8 @@ def _method_of(values: Mapping[str, Any]) -> Method:
     clashing = sorted(taken & {*method.fields, *method.entry.settings.aliases})
     if clashing:
         raise UnsupportedError(
-            f"method {method.name!r}: expected settings with names of their own, found {clashing[0]!r}, which tasks "
-            "have already; rename it in the package that registers the method"
+            f"method {method.name!r}: expected settings with unique names, found {clashing[0]!r}, which is already a "
+            "key of tasks; rename it in the package that registers the method"
         )
     return method
 

@@ -60,8 +60,8 @@ def check_given_once(given: Mapping[str, Any], fixed: Mapping[str, Any]) -> None
             )
     if given.get("load_in_4bit") is True and given.get("load_in_8bit") is True:
         raise ConflictingKeysError(
-            "load_in_4bit and load_in_8bit are both true; expected one: NF4, or a byte a number, which is larger and "
-            "nearer to the model. Remove one."
+            "load_in_4bit and load_in_8bit are both true; expected one: NF4, or one byte per number, which is larger "
+            "and closer to the original model. Remove one."
         )
 
 
@@ -78,7 +78,7 @@ def check_selection(select_by: str | Scoring, method: Method) -> None:
     if select_by != "metric" and method.entry.is_labelled:
         raise SpecError(
             f"select_by should be 'metric' with method {method.name!r}, whose validation rows have replies that the "
-            f"model is not to give, found {found!r}. Remove the key."
+            f"model should not give, found {found!r}. Remove the key."
         )
     if select_by != "metric" and method.entry.problem_types:
         raise SpecError(
@@ -115,7 +115,7 @@ def check_mixture(keys: DataKeys) -> None:
 def check_train_on(train_on: str, method: Method) -> None:
     entry = method.entry
     if train_on != "completion" and (method.compares_replies or entry.problem_types):
-        what = "learns labels and no tokens" if entry.problem_types else "learns which replies are desirable"
+        what = "learns labels, not tokens" if entry.problem_types else "learns which replies are desirable"
         what = "compares two replies" if entry.is_paired else what
         raise SpecError(
             f"train_on should be 'completion' with method {method.name!r}, which {what}, found {train_on!r}. Remove "
@@ -127,8 +127,8 @@ def check_state_dtype(state_dtype: str | None, config: JobConfig) -> None:
     """Check that the optimizer of a job has a state with selectable precision, if ``state_dtype`` is set."""
     if state_dtype is not None and config.optim != "adamw_torch":
         raise SpecError(
-            f"optim_state_dtype should be left out with optim {config.optim!r}, whose state has a precision of its "
-            f"own, found {state_dtype!r}. Remove it, or set optim: adamw_torch for every job."
+            f"optim_state_dtype should be left out with optim {config.optim!r}, whose state has its own precision, "
+            f"found {state_dtype!r}. Remove it, or set optim: adamw_torch for every job."
         )
 
 

@@ -47,10 +47,12 @@ class ArrivingTask(SpecModel):
     arrival_s: float = Field(ge=0, le=MAX_S, description="seconds from the start")
     gpus: int = Field(default=1, ge=1, description="GPUs of the task")
     duration_s: float = Field(ge=MIN_S, le=MAX_S, description="duration without early exit")
-    tenant: str = Field(default="", description="whose GPUs it counts against")
+    tenant: str = Field(default="", description="tenant whose GPU quota the task counts against")
     priority: int = Field(default=0, description="priority")
     base: str = Field(default="", description="base model that it may share")
-    step_share: float = Field(default=STEP_SHARE, ge=0, le=1, description="share of the duration for steps as such")
+    step_share: float = Field(
+        default=STEP_SHARE, ge=0, le=1, description="share of the duration that is a fixed cost of the steps"
+    )
 
     def __init__(self, /, **values: Any) -> None:
         super().__init__(**canonical_keys(values, fields=type(self).model_fields, aliases={}, where="the trace"))

@@ -16,7 +16,7 @@ _NOT_NEEDED: Mapping[str, tuple[str, ...]] = {
         *("save_strategy", "save_steps", "save_total_limit", "save_only_model", "save_on_each_node"),
         *("load_best_model_at_end", "enable_jit_checkpoint", "save_safetensors"),
     ),
-    "every run has a folder of its own": ("overwrite_output_dir",),
+    "every run has its own folder": ("overwrite_output_dir",),
     "the best checkpoint is the one of the lowest validation loss, or the best by the task's 'metric'": (
         "metric_for_best_model",
         "greater_is_better",
@@ -37,7 +37,7 @@ _NOT_NEEDED: Mapping[str, tuple[str, ...]] = {
     ),
     "'alto tune' trains": ("do_train",),
     "'alto eval RUN' evaluates held-out rows": ("do_predict",),
-    "the folder of runs is no setting of a task ('alto tune' takes it as --output-dir)": ("output_dir",),
+    "the folder of runs is not a setting of a task ('alto tune' takes it as --output-dir)": ("output_dir",),
     "nothing is uploaded: the best adapter is in 'best' of the run's folder": (
         *("push_to_hub", "hub_model_id", "hub_strategy", "hub_token", "hub_private_repo", "hub_always_push"),
         "hub_revision",
@@ -50,7 +50,7 @@ _NOT_NEEDED: Mapping[str, tuple[str, ...]] = {
         *("ddp_backend", "ddp_broadcast_buffers", "ddp_bucket_cap_mb", "ddp_find_unused_parameters"),
         *("ddp_static_graph", "ddp_timeout", "no_cuda", "ignore_bias_buffers"),
     ),
-    "a job's loss is the mean over all trained tokens of its step, on however many GPUs": (
+    "a job's loss is the mean over all trained tokens of its step, for any number of GPUs": (
         "average_tokens_across_devices",
     ),
     "all rows are tokenised once for all jobs, and batches are made of tokens in memory or on disk": (
@@ -99,7 +99,7 @@ _OPTIMIZER = "Write 'optim', 'optim_args' and 'lr_scheduler_type'."
 _OF_TRAINERS: Mapping[str, str] = {
     "args": _OBJECTS,
     "peft_config": _OBJECTS,
-    "processing_class": "The tokenizer is that of 'model'. Beside a model that is an object, write 'tokenizer'.",
+    "processing_class": "The tokenizer is that of 'model'. If the model is an object, write 'tokenizer' too.",
     "formatting_func": "Write 'columns' and 'dataset_format', or give rows that are formatted already.",
     "data_collator": "Rows are concatenated without padding; 'train_on' says which tokens are trained. Remove the key.",
     "compute_loss_func": "Write an objective of your own (docs/objectives.md), and name it in 'method'.",
@@ -128,7 +128,7 @@ UNSUPPORTED_TRAINER_KEYS: Mapping[str, str] = {
     "model_init_kwargs": "Write 'dtype', 'load_in_4bit', 'load_in_8bit' and 'trust_remote_code' in the task.",
     "model_revision": "A hub model is loaded in its latest revision; download the revision and give its folder in "
     "'model'.",
-    "optim_target_modules": "Only optimizers of whole layers have it, which are not supported; remove the key.",
+    "optim_target_modules": "Only optimizers of whole layers use it, and they are not supported; remove the key.",
     "tf32": "Products in float32 keep torch's own precision; write 'dtype: bfloat16' for faster ones.",
     "train_sampling_strategy": _ORDER,
 }

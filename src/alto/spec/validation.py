@@ -83,7 +83,7 @@ def check_defaults(model: type[SpecModel]) -> None:
             continue
         error = model.error_of(key, field.default)
         if error is not None:
-            raise SpecError(f"{model.__name__}: expected defaults that are allowed themselves, found that {error}")
+            raise SpecError(f"{model.__name__}: expected defaults that are valid values, found that {error}")
 
 
 def spec_error(error: ValidationError, model: type[BaseModel]) -> SpecError:
@@ -197,7 +197,7 @@ def _remedy(value: object, field: FieldInfo) -> str:
         return "Put it in quotes if it is meant."
     if value is None and not field.is_required():
         return "Remove the key for the default."
-    return "Write one of those." if any(get_origin(kind) is Literal for kind in kinds) else "Write such a value."
+    return "Write one of these values." if any(get_origin(kind) is Literal for kind in kinds) else "Write such a value."
 
 
 def check_path(text: str) -> None:

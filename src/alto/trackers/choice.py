@@ -43,8 +43,8 @@ def _names(report_to: str | Sequence[str]) -> Sequence[str]:
     for name in report_to:
         if not _is_installed(name):
             raise UnsupportedError(
-                f"report_to: expected trackers that are installed, found {name!r}, which is not. "
-                f"Install it with: pip install {name}; or remove it from report_to."
+                f"report_to: expected trackers that are installed, found {name!r}, which is not installed. Install it "
+                f"with: pip install {name}; or remove it from report_to."
             )
     return report_to
 

@@ -49,14 +49,14 @@ def _read(file: Path) -> dict[str, Any]:
         stored = read_json(file)
         ids, ended_at = stored.get("ids", {}), stored.get("ended_at", {})
         if not all(isinstance(value, str) for value in ids.values()):
-            raise TypeError("an id that is no text")
+            raise TypeError("an id that is not text")
         if not all(type(value) is int for value in ended_at.values()):
-            raise TypeError("a step that is no number")
+            raise TypeError("a step that is not a number")
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise RunError(
-            f"{file}: expected the ids that a tracker gave this run, found something else ({error!s:.200}); remove the "
-            "file, and the tracker is given a new run"
+            f"{file}: expected the ids that a tracker gave this run, found invalid content ({error!s:.200}); remove "
+            "the file, and the tracker starts a new run"
         ) from error
     return {"ids": ids, "ended_at": ended_at}

@@ -178,7 +178,7 @@ def event_from(name: str, facts: Mapping[str, Any]) -> Event:
         what = "is missing" if error.is_missing else f"expected {error.expected}, found {error.found!r:.100}"
         raise TypeError(f"{name}, {pointer(error.path)}: {what}") from error
     if unknown:
-        raise TypeError(f"{name}: expected its own fields, found {', '.join(map(pointer, unknown))} besides")
+        raise TypeError(f"{name}: expected only known fields, found also {', '.join(map(pointer, unknown))}")
     assert not isinstance(event, _Relayed)
     built: Event = event
     return built
@@ -242,6 +242,6 @@ def _refusal(error: WrongValueError, line: Mapping[str, Any], source: object) ->
     else:
         what = f"has {error.found!r:.100} for {pointer(error.path)}, expected {error.expected}"
     return (
-        f"Expected a journal as ALTO writes it, found another event in {source}: {where} {what}. "
-        "Put the file back as it was."
+        f"Expected a journal as ALTO writes it, found an invalid event in {source}: {where} {what}. "
+        "Restore the original file."
     )

@@ -87,7 +87,7 @@ class SchedulingProblem:
         names = Counter([demand.task for demand in self.pending] + [task.task for task in self.running])
         twice = [name for name, count in names.items() if count > 1]
         if twice:
-            raise SpecError(f"task: expected a name of its own for each task, found {twice[0]!r} twice; rename one")
+            raise SpecError(f"task: expected a unique name for each task, found {twice[0]!r} twice; rename one")
         self._check_nodes()
         object.__setattr__(self, "nodes", tuple(node for node in self.nodes if node.gpus))
         for tenant, quota in self.quotas.items():
@@ -108,7 +108,7 @@ class SchedulingProblem:
     def _check_nodes(self) -> None:
         twice = [name for name, count in Counter(node.name for node in self.nodes).items() if count > 1]
         if twice:
-            raise SpecError(f"node: expected a name of its own for each node, found {twice[0]!r} twice; rename one")
+            raise SpecError(f"node: expected a unique name for each node, found {twice[0]!r} twice; rename one")
         for node in self.nodes:
             if len(set(node.gpus)) < len(node.gpus):
                 raise SpecError(
@@ -144,12 +144,12 @@ class SchedulingProblem:
             _check_sharing(where, demand.sharing, demand.duration_s)
         if not is_number(demand.release_s, least=0, most=MAX_DURATION_S):
             raise SpecError(
-                f"{where}: expected a release of 0 or more seconds from now, {MAX_DURATION_S:g} at most, found "
+                f"{where}: expected a release of 0 or more seconds from now, at most {MAX_DURATION_S:g}, found "
                 f"{demand.release_s}; correct it"
             )
         if not 1 <= demand.num_gpus <= self.num_gpus:
             raise SpecError(
-                f"{where}: expected num_gpus from 1 to {self.num_gpus}, which is what the cluster has, found "
+                f"{where}: expected num_gpus from 1 to {self.num_gpus} (all GPUs of the cluster), found "
                 f"{demand.num_gpus}; ask for fewer, or add GPUs"
             )
         quota = self.quotas.get(demand.tenant)
@@ -165,7 +165,7 @@ def _check_sharing(where: str, sharing: Sharing, duration_s: float) -> None:
         raise SpecError(f"{where}: expected a base model in its sharing, found none; name it, or share nothing")
     if not is_number(sharing.step_s, least=0, most=duration_s):
         raise SpecError(
-            f"{where}: expected steps that take 0 to {duration_s:g} seconds, its duration, found {sharing.step_s}; "
+            f"{where}: expected steps that take 0 to {duration_s:g} seconds (its duration), found {sharing.step_s}; "
             "correct step_s"
         )
     for name, least in (("num_slots", 1), ("slot_bytes", 0), ("pass_bytes", 0), ("capacity_bytes", 0)):

@@ -40,7 +40,7 @@ def fewest_nodes(nodes: Iterable[Node], num_gpus: int) -> int:
         held += size
         if held >= num_gpus:
             return number
-    raise AssertionError(f"{num_gpus} GPUs asked of {held}")
+    raise AssertionError(f"{num_gpus} GPUs requested, {held} available")
 
 
 def running_counts(problem: SchedulingProblem, gpus: Iterable[Gpu]) -> dict[str, int]:

@@ -144,10 +144,12 @@ def _check_shared(problem: SchedulingProblem, executor: str, use: _Use) -> None:
         ("GPU", {use.gpus, *(placement.gpus for placement in use.placed)}),
     ):
         if len(found) > 1:
-            raise ScheduleError(f"{where}: expected tasks of one {what}, found {found}")
+            raise ScheduleError(f"{where}: expected tasks with the same {what}, found {found}")
     tenants = {task.tenant for task in tasks}
     if len(tenants) > 1 and not tenants.isdisjoint(problem.quotas):
-        raise ScheduleError(f"{where}: expected a tenant that has a quota alone, found {', '.join(sorted(tenants))}")
+        raise ScheduleError(
+            f"{where}: expected no other tenants beside a tenant with a quota, found {', '.join(sorted(tenants))}"
+        )
     if len(sharings) > 1:
         need_bytes = max(sharing.pass_bytes for sharing in sharings)
         need_bytes += max(sharing.slot_bytes for sharing in sharings) * sum(sharing.num_slots for sharing in sharings)

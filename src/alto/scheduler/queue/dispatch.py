@@ -70,5 +70,5 @@ def schedule_of_now(
         placements=placements,
         status="heuristic",
         bound_s=0.0,
-        notice=f"of {len(waiting)} tasks that wait, the {len(placements)} that start now",
+        notice=f"only the {len(placements)} tasks that start now, of {len(waiting)} waiting tasks",
     )

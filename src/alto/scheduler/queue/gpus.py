@@ -21,7 +21,7 @@ class GpuPool:
         names = [node.name for node in nodes]
         twice = [name for name in names if names.count(name) > 1]
         if twice:
-            raise SpecError(f"node: expected a name of its own for each node, found {twice[0]!r} twice; rename one")
+            raise SpecError(f"node: expected a unique name for each node, found {twice[0]!r} twice; rename one")
         self._present = {Gpu(node.name, index) for node in nodes for index in node.gpus}
         self._declared = set(self._present)
         self._taken: set[Gpu] = set()

@@ -139,8 +139,8 @@ class Queue:
                     pass
                 case _ if event.task not in self._tasks and event.task not in known:
                     raise SpecError(
-                        f"task: expected one that was submitted, found {event.task!r}; submit it first, or correct "
-                        "its name"
+                        f"task: expected the name of a submitted task, found {event.task!r}; submit the task first, or "
+                        "correct its name"
                     )
                 case (
                     Profiled(duration_s=estimate_s)
@@ -178,7 +178,7 @@ class Queue:
                 self._waiting.remove(task)
                 task.demand = replace(task.demand, priority=priority)
                 self._waiting.add(task)
-                return f"{task.name} has priority {priority} now"
+                return f"{task.name} now has priority {priority}"
             case Profiled() | Prioritised():
                 return ""
         if not task.has_gpus or event.attempt != task.attempt:
@@ -273,9 +273,9 @@ class Queue:
         """Return why the task is not tried again; empty if it is. An executor whose GPU is lost cannot report the
         loss."""
         if not event.is_retryable and not task.has_lost_gpu:
-            return f"{event.reason} (another attempt would end the same)"
+            return f"{event.reason} (another attempt would fail in the same way)"
         if not event.came_further and task.attempt >= MAX_ATTEMPTS_IN_ALL * self._settings.max_attempts:
-            return f"{event.reason} (attempt {task.attempt}, those whose GPUs were lost among them)"
+            return f"{event.reason} (attempt {task.attempt}, counting attempts whose GPUs were lost)"
         return ""
 
     def _is_spent(self, task: QueuedTask) -> bool:
@@ -389,7 +389,7 @@ class Queue:
         num_gpus = len(self._pool)
         for task in tasks:
             wanted = task.demand.num_gpus
-            task.waits_for = f"{wanted} GPUs, of which {num_gpus} are there" if wanted > num_gpus else ""
+            task.waits_for = f"{wanted} GPUs; the cluster has {num_gpus}" if wanted > num_gpus else ""
 
     def _forget_plan(self) -> None:
         self._plan, self._next = None, []

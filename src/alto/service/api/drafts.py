@@ -77,8 +77,8 @@ def _files(service: Service, caller: Caller, body: JobRequest) -> dict[str, File
             row = find_file(session, caller.tenant, file, param)
         if row.num_bytes > _MOST_BYTES:
             raise refused(
-                f"{param}: expected a file of at most {_MOST_BYTES // 2**20} MiB to look at, found {row.num_bytes} "
-                "bytes; send the task without a look",
+                f"{param}: expected a file of at most {_MOST_BYTES // 2**20} MiB for a preview, found {row.num_bytes} "
+                "bytes; send the task without a preview",
                 param,
                 "file_too_large_for_draft",
             )

@@ -60,7 +60,7 @@ class ModelExports:
             ApiError: Too many exports wait.
         """
         self._submit(
-            _Order(key=f"merged {model.id}", model=model, what="merged weights were written", carry_out=self._merge)
+            _Order(key=f"merged {model.id}", model=model, what="merged weights to be written", carry_out=self._merge)
         )
 
     def push(self, model: ModelRow, repository: str) -> None:
@@ -73,7 +73,7 @@ class ModelExports:
             _Order(
                 key=f"push {model.id} {repository}",
                 model=model,
-                what=f"the adapter was uploaded to {repository}",
+                what=f"the adapter to be uploaded to {repository}",
                 carry_out=lambda found: self._push(found, repository),
             )
         )
@@ -97,7 +97,7 @@ class ModelExports:
             except queue.Full:
                 raise ApiError(
                     429,
-                    f"expected at most {_MOST_WAITING} exports that wait, found as many; try again later",
+                    f"expected at most {_MOST_WAITING} waiting exports, found more; try again later",
                     code="too_many_exports",
                     headers={"Retry-After": "60", "x-should-retry": "false"},
                 ) from None
@@ -125,9 +125,9 @@ class ModelExports:
                 job = session.scalar(select(JobRow).where(JobRow.id == order.model.job))
             assert job is not None, "rows of jobs stay"
             cause = shown_error(self._service, job, str(error))
-            message, level = f"Expected that {order.what}, found: {cause}", "error"
+            message, level = f"Expected {order.what}, found: {cause}", "error"
         except Exception as error:
-            self._note(order.model, f"Expected that {order.what}, found {type(error).__name__}; see the log", "error")
+            self._note(order.model, f"Expected {order.what}, found {type(error).__name__}; see the log", "error")
             raise
         self._note(order.model, message, level)
 

@@ -87,10 +87,10 @@ def merged(service: ServiceOf, caller: Reader, exports: Exports, model: str) -> 
     row = _found(service, caller, model)
     names = exports.merged_names(row)
     if not names:
-        state = "weights that are being written" if exports.is_merging(row) else "none"
+        state = "weights that are still being written" if exports.is_merging(row) else "none"
         raise ApiError(
             404,
-            f"model: expected merged weights, found {state}; have them written with POST "
+            f"model: expected merged weights, found {state}; request them with POST "
             f"/api/models/{row.id}/merged, and wait for the event of {row.job}",
             param="model",
             code="merged_not_found",
@@ -103,8 +103,8 @@ def push(service: ServiceOf, caller: Writer, exports: Exports, model: str, body:
     """Start uploading the adapter to the Hugging Face hub; an event of the job reports the result."""
     if not service.settings.hub_push:
         raise refused(
-            "push: expected a service that uploads to the hub, found one that does not (setting hub_push); download "
-            f"the adapter from /api/models/{model[:300]}/adapter and upload it with: hf upload",
+            "push: expected a service that uploads to the hub, found a service that does not (setting hub_push); "
+            f"download the adapter from /api/models/{model[:300]}/adapter and upload it with: hf upload",
             code="hub_push_disabled",
         )
     row = _found(service, caller, model)

@@ -118,7 +118,7 @@ def report(service: ServiceOf, caller: Reader, task: str) -> HTMLResponse:
     if history.started is None or row.run_dir is None:
         raise ApiError(
             404,
-            f"task: expected one that has begun, found {row.id} {row.status}; try again later",
+            f"task: expected a task that has started, found {row.id} {row.status}; try again later",
             param="task",
             code="not_started",
         )
@@ -148,10 +148,12 @@ def priority(service: ServiceOf, caller: Writer, task: str, body: Priority) -> d
         row = lock_job(session, task)
         assert row is not None
         if row.status not in ("validating_files", "queued", "paused"):
-            raise refused(f"task: expected one that waits, found {row.id} {row.status}", "task", "invalid_state")
+            raise refused(
+                f"task: expected a waiting or paused task, found {row.id} {row.status}", "task", "invalid_state"
+            )
         if row.priority != body.priority:
             row.priority = body.priority
-            add_event(session, row, f"Priority is {body.priority} now", data={"priority": body.priority})
+            add_event(session, row, f"Priority changed to {body.priority}", data={"priority": body.priority})
     service.work.set()
     return task_object(service, row)
 
@@ -249,7 +251,7 @@ def _command(service: Service, tenant: str, task: str, job: str, action: Action,
         row = find_job(session, tenant, task)
     if row.status not in OPEN or row.run_dir is None or row.status == "validating_files":
         raise refused(
-            f"task: expected one that runs, waits or is paused, found {row.id} {row.status}", "task", "invalid_state"
+            f"task: expected a running, waiting or paused task, found {row.id} {row.status}", "task", "invalid_state"
         )
     jobs = history_of(service, row).jobs
     if job not in jobs:
@@ -277,7 +279,7 @@ def _command(service: Service, tenant: str, task: str, job: str, action: Action,
             "object": "command",
             "id": command,
             "done": False,
-            "message": "The executor carries it out as soon as it runs.",
+            "message": "The executor carries out the command as soon as it runs.",
         }
     if not answer.done:
         raise refused(f"job: {answer.message}", "job", "command_refused")
@@ -293,7 +295,7 @@ def _check_num_jobs(service: Service, history: RunHistory, num_waiting: int) -> 
     most, found = service.settings.max_jobs, len(history.jobs) + num_waiting
     if found >= most:
         raise refused(
-            f"job: expected a task of fewer than {most} jobs, found one of {found}; send another task",
+            f"job: expected a task with fewer than {most} jobs, found {found} jobs; send a new task",
             "job",
             "too_many_configurations",
         )

@@ -116,9 +116,9 @@ class Coordinator:
                 # Whatever the error, nothing is lost: the next turn starts from the state in the database.
                 self.failure = error
                 if is_of_service(error):
-                    _LOG.warning("nobody can lead: %s", str(error).partition("\n")[0])
+                    _LOG.warning("no server can lead: %s", str(error).partition("\n")[0])
                 else:
-                    _LOG.error("the coordinator begins again after an error", exc_info=error)
+                    _LOG.error("the coordinator restarts after an error", exc_info=error)
             self._is_stopping.wait(_RETRY_S)
         with contextlib.suppress(SQLAlchemyError):
             self._leadership.release()
@@ -184,7 +184,7 @@ class Coordinator:
             keep_house(self._service)
             clear_ended_runs(self._service, self._live)
         except OSError as error:
-            _LOG.warning("files that nobody needs cannot be removed: %s", error)
+            _LOG.warning("unneeded files cannot be removed: %s", error)
 
     def _limit_tenants(self, plane: ControlPlane) -> None:
         with self._service.store.reading() as session:
@@ -397,8 +397,8 @@ class Coordinator:
                 self._fail(job, "missing_file", None, missing_file(error))
                 return
             if not isinstance(error, AltoError | ApiError):
-                _LOG.error("job %s fails by an error that was not expected", job.id, exc_info=error)
-                self._fail(job, "internal_error", None, "the service failed to work on it; its log has the cause")
+                _LOG.error("job %s failed with an unexpected error", job.id, exc_info=error)
+                self._fail(job, "internal_error", None, "the service had an internal error; see its log for the cause")
                 return
             self._fail(job, *code_of(error, code), error)
 

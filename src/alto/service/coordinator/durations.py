@@ -32,7 +32,7 @@ def remember_duration(service: Service, job: JobRow, remember: Callable[[Task, f
         if not _was_changed(history):
             remember(_asked_task(job, RunDir.open(root)), history.duration_s)
     except (AltoError, OSError) as error:
-        _LOG.warning("what job %s has taken is not kept", job.id, exc_info=error)
+        _LOG.warning("the duration of job %s cannot be recorded", job.id, exc_info=error)
 
 
 def _asked_task(job: JobRow, run: RunDir) -> Task:

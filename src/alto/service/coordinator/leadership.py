@@ -109,7 +109,10 @@ class Leadership:
         epoch = session.scalar(select(LeaderRow.epoch).where(LeaderRow.id == _ID).with_for_update())
         if epoch is None or epoch != self._epoch:
             self._epoch = None
-            raise LostLeadershipError("expected this server to lead, found that another one does; it only answers now")
+            raise LostLeadershipError(
+                "expected this server to lead, found that a different server leads; "
+                "this server now only answers requests"
+            )
 
     def release(self) -> None:
         """Give up leadership, so that another server can lead at once."""

@@ -106,7 +106,7 @@ class Projection:
                 )
             case journaled.JobReopened(job=job) | journaled.JobAdded(job=job):
                 self._ended.discard(job)
-                add_event(session, row, f"Configuration {job} is trained too", created_at=at, data={"job": job})
+                add_event(session, row, f"Configuration {job} joins the training", created_at=at, data={"job": job})
             case journaled.OutOfMemory():
                 add_event(
                     session,

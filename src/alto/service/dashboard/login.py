@@ -39,7 +39,7 @@ def login(
     with service.store.reading() as session:
         found = caller_of(session, secret)
     if found is None:
-        fault = "This key is unknown, expired or revoked. Ask who runs the service for another one."
+        fault = "This key is unknown, expired or revoked. Ask the operator of the service for a new key."
         return page(request, "login.html.jinja", status=401, next=to, fault=fault)
     answer = RedirectResponse(to, status_code=303)
     answer.set_cookie(COOKIE, secret, path="/", httponly=True, samesite="strict", secure=request.url.scheme == "https")

@@ -86,7 +86,7 @@ def request_of(caller: Reader, body: FormTexts) -> dict[str, Any]:
     extra = _extra(body.extra)
     if twice := sorted(values.keys() & extra.keys()):
         raise refused(
-            f"extra: expected keys that have no field of their own filled in, found {', '.join(twice)}; give each once",
+            f"extra: expected only keys whose own field is empty, found {', '.join(twice)}; give each key once",
             "extra",
             "conflicting_keys",
         )
@@ -131,7 +131,7 @@ def _seed(text: str) -> int | None:
     if not text:
         return None
     if not text.isdecimal() or int(text) > _MOST_SEED:
-        raise refused(f"seed: expected a whole number of 0 to {_MOST_SEED}, found {text[:50]!r}; correct it", "seed")
+        raise refused(f"seed: expected a whole number from 0 to {_MOST_SEED}, found {text[:50]!r}; correct it", "seed")
     return int(text)
 
 

@@ -41,8 +41,8 @@ class Artefacts:
             self._fs, self._root = fsspec.core.url_to_fs(url)
         except (ValueError, ImportError) as error:
             raise ServiceError(
-                f"artefacts: expected a folder or a URL of fsspec, found one that cannot be opened ({error}); correct "
-                "it, or install the package that it names"
+                f"artefacts: expected a folder or an fsspec URL, found an address that cannot be opened ({error}); "
+                "correct it, or install the package that the error names"
             ) from error
 
     def write(self, name: str, source: BinaryIO) -> None:
@@ -108,7 +108,7 @@ class Artefacts:
         """
         found = self.names(name)
         if not found:
-            raise FileNotFoundError(f"nothing is kept under {name}")
+            raise FileNotFoundError(f"nothing is stored under {name}")
         unfinished = to.with_name(f".{to.name}.{new_id('new')}")
         try:
             for each in found:
@@ -125,5 +125,5 @@ class Artefacts:
 
     def _path(self, name: str) -> str:
         parts = name.split("/")
-        assert all(part not in ("", ".", "..") for part in parts), f"no name of a content: {name!r}"
+        assert all(part not in ("", ".", "..") for part in parts), f"invalid artefact name: {name!r}"
         return "/".join((self._root.rstrip("/"), *parts))

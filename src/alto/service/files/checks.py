@@ -61,11 +61,11 @@ def check_rows(file: BinaryIO) -> Checked:
     if num_faulty:
         more = f"; and {num_faulty - len(faults)} more" if num_faulty > len(faults) else ""
         message = (
-            f"expected an object of JSON in every line, found {num_faulty} of {num_rows} lines without: "
+            f"expected a JSON object in every line, found {num_faulty} of {num_rows} lines without one: "
             f"{'; '.join(faults)}{more}; correct them and upload the file again"
         )
     elif not num_rows:
-        message = "expected rows, one object of JSON a line, found none; upload the file again with its content"
+        message = "expected rows, one JSON object per line, found none; upload the file again with its content"
     return Checked(num_bytes=num_bytes, sha256=digest.hexdigest(), num_rows=num_rows, fault=message)
 
 
@@ -93,5 +93,5 @@ def _fault_of(line: bytes, *, is_first: bool) -> str | None:
     except RecursionError:
         return "nested too deeply"
     except ValueError as error:
-        return f"no JSON ({error})"
-    return "" if isinstance(row, dict) else f"a {type(row).__name__} in place of an object"
+        return f"not JSON ({error})"
+    return "" if isinstance(row, dict) else f"a {type(row).__name__} instead of an object"

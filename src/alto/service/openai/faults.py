@@ -15,7 +15,7 @@ _MOST_KNOWN = 24
 
 _OPENAI = ("n_epochs", "batch_size", "learning_rate_multiplier")
 _USUAL = "learning_rate, r, lora_alpha, lora_dropout, weight_decay"
-_ALL = "ALTO's reference (docs/reference.md) has all."
+_ALL = "ALTO's reference (docs/reference.md) lists all keys."
 _OF_TASK = f"Usual keys are {', '.join(_OPENAI)}, {_USUAL}, search_space, search and early_exit. {_ALL}"
 _OF_SPACE = f"Usual keys are num_train_epochs, per_device_train_batch_size, {_USUAL}. {_ALL}"
 

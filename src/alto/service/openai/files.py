@@ -135,7 +135,7 @@ def delete(service: ServiceOf, caller: Writer, file_id: str) -> dict[str, Any]:
         )
         if used is not None:
             raise refused(
-                f"file_id: expected a file that no open job needs, found one of {used}; cancel the job first",
+                f"file_id: expected a file that no open job needs, found that {used} needs it; cancel that job first",
                 "file_id",
                 "file_in_use",
             )
@@ -240,7 +240,9 @@ def check_purpose(purpose: str) -> None:
         ApiError: They cannot.
     """
     if purpose != FINE_TUNE:
-        raise refused(f"purpose: expected {FINE_TUNE!r}, found {purpose[:50]!r}; this service only tunes", "purpose")
+        raise refused(
+            f"purpose: expected {FINE_TUNE!r}, found {purpose[:50]!r}; this service only fine-tunes models", "purpose"
+        )
 
 
 def find_upload(session: Session, tenant: str, upload: str, *, lock: bool = False) -> UploadRow:
@@ -266,7 +268,7 @@ def check_pending(row: UploadRow) -> None:
     """
     status = "expired" if row.status == "pending" and row.expires_at <= now() else row.status
     if status != "pending":
-        raise refused(f"upload_id: expected a pending upload, found one {status}", "upload_id", "invalid_state")
+        raise refused(f"upload_id: expected a pending upload, found that it is {status}", "upload_id", "invalid_state")
 
 
 def check_quota(
@@ -295,8 +297,8 @@ def check_quota(
     if files + runs + num_bytes > most:
         raise ApiError(
             429,
-            f"expected at most {most} bytes of files and runs, found {files} of files, {runs} of runs and {num_bytes} "
-            "more; delete some files, or wait for tasks to end, whose checkpoints are removed then",
+            f"expected at most {most} bytes of files and runs, found {files} bytes of files, {runs} bytes of runs and "
+            f"{num_bytes} bytes more; delete some files, or wait until tasks end and their checkpoints are removed",
             param=param,
             code="storage_quota_exceeded",
             headers={"Retry-After": "60", "x-should-retry": "false"},

@@ -40,7 +40,7 @@ def select_by_of(value: Any) -> Any:
     if "type" in value:
         return _scorer_of(value)
     if value.get("scorer") not in _SCORERS:
-        raise _unsupported("select_by.scorer", " or ".join(_SCORERS), value.get("scorer"), "take one of these")
+        raise _unsupported("select_by.scorer", " or ".join(_SCORERS), value.get("scorer"), "use one of these")
     for key in value:
         if key not in _KEYS:
             raise _unsupported("select_by", f"the keys {', '.join(_KEYS)}", key, "remove it")
@@ -71,11 +71,11 @@ def _scorer_of(grader: Mapping[str, Any]) -> dict[str, Any]:
         found = _TEMPLATE.fullmatch(str(grader.get(key)).strip())
         if found is None or found[1] != wanted:
             what = "generated text" if key == "input" else "reply of a row"
-            remedy = f"write this, which stands for the {what}"
+            remedy = f"write the expected value, which stands for the {what}"
             raise _unsupported(f"select_by.{key}", f"'{{{{{wanted}}}}}'", grader.get(key), remedy)
     operation = grader.get("operation")
     if not isinstance(operation, str) or operation not in _OPERATIONS:
-        raise _unsupported("select_by.operation", " or ".join(_OPERATIONS), operation, "take one of these")
+        raise _unsupported("select_by.operation", " or ".join(_OPERATIONS), operation, "use one of these")
     return dict(_OPERATIONS[operation])
 
 

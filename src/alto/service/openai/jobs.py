@@ -83,8 +83,8 @@ class JobRequest(BaseModel):
         """
         if self.kind not in METHODS:
             raise refused(
-                f"method.type: expected {' or '.join(METHODS)}, found {self.kind[:50]!r}; graders are for "
-                "select_by among the hyperparameters of these",
+                f"method.type: expected {' or '.join(METHODS)}, found {self.kind[:50]!r}; give a grader as "
+                "select_by in the hyperparameters of these methods",
                 "method",
                 "unsupported_method",
             )
@@ -92,7 +92,8 @@ class JobRequest(BaseModel):
         inner = {} if settings is None else settings.hyperparameters
         if inner and self.hyperparameters:
             raise refused(
-                "hyperparameters: expected them in method or at the top, found both; remove those at the top",
+                "hyperparameters: expected values in method or at the top level, found both; remove the top-level "
+                "values",
                 "hyperparameters",
                 "conflicting_keys",
             )
@@ -128,7 +129,7 @@ def create_job(
     if priority is not None:
         if "priority" in values:
             raise refused(
-                "alto-priority: expected it, or priority among the hyperparameters, found both; remove one",
+                "alto-priority: expected this header or priority in the hyperparameters, found both; remove one",
                 "alto-priority",
                 "conflicting_keys",
             )
@@ -147,7 +148,7 @@ def create_job(
         num_gpus, most = int(values.get("num_gpus", 1)), limits.max_tasks
         if limits.max_gpus is not None and num_gpus > limits.max_gpus:
             raise refused(
-                f"num_gpus: expected at most {limits.max_gpus}, the GPUs that this tenant may have, found {num_gpus}",
+                f"num_gpus: expected at most {limits.max_gpus}, the maximum of this tenant, found {num_gpus}",
                 "hyperparameters",
                 "too_many_gpus",
             )

@@ -46,12 +46,12 @@ def get(service: ServiceOf, caller: Reader, model: str) -> dict[str, Any]:
 def delete(service: ServiceOf, caller: Writer, model: str) -> dict[str, Any]:
     """Delete a fine-tuned model."""
     if model in service.settings.models:
-        raise refused("model: expected a fine-tuned model, found a base model, which the service keeps", "model")
+        raise refused("model: expected a fine-tuned model, found a base model, which cannot be deleted", "model")
     with service.store.writing() as session:
         alias = find_alias(session, caller.tenant, model)
         if alias is not None:
             raise refused(
-                f"model: expected a model, found a name that moves to the newest one; delete the model that it stands "
+                f"model: expected a model, found an alias of the newest model; delete the model that it stands "
                 f"for: {alias[1].id}",
                 "model",
             )

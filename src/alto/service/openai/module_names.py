@@ -38,8 +38,8 @@ def check_module_names(values: Mapping[str, Any]) -> None:
             for name in _texts(value):
                 if _NAME.fullmatch(name) is None:
                     raise refused(
-                        f"{key}: expected names of modules, such as q_proj, found {quoted(name)}; a service takes no "
-                        "regular expressions",
+                        f"{key}: expected names of modules, such as q_proj, found {quoted(name)}; a service does not "
+                        "accept regular expressions",
                         "hyperparameters",
                     )
         elif key in ("search_space", "paired") and isinstance(value, Mapping):

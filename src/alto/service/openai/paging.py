@@ -8,5 +8,5 @@ from fastapi import Query
 
 __all__ = ["After", "Limit"]
 
-After = Annotated[str | None, Query(max_length=200, description="id of the last object of the page before")]
-Limit = Annotated[int, Query(ge=1, le=100, description="most objects of the page")]
+After = Annotated[str | None, Query(max_length=200, description="id of the last object of the previous page")]
+Limit = Annotated[int, Query(ge=1, le=100, description="maximum number of objects per page")]

@@ -219,8 +219,8 @@ def _searched(name: str, value: Any) -> Any:
     if name in _AUTO_VALUES:
         return _AUTO_VALUES[name]
     raise refused(
-        f"{quoted(name)}: expected a value or a list of values, found 'auto', which n_epochs, batch_size, "
-        f"learning_rate_multiplier, {', '.join(sorted(_AUTO_VALUES))} and learning_rate may have; give a value",
+        f"{quoted(name)}: expected a value or a list of values, found 'auto', which only n_epochs, batch_size, "
+        f"learning_rate_multiplier, {', '.join(sorted(_AUTO_VALUES))} and learning_rate accept; give a value",
         "hyperparameters",
     )
 
@@ -238,8 +238,8 @@ def _rate(multiplier: Any) -> float:
     is_number = isinstance(multiplier, int | float) and not isinstance(multiplier, bool)
     if not (is_number and 0 < multiplier <= _LARGEST_MULTIPLIER):
         raise refused(
-            f"{_MULTIPLIER}: expected a number above 0 and at most {_LARGEST_MULTIPLIER:g}, or for a new job 'auto' or "
-            f"a list or a range of such numbers, found {quoted(multiplier)}; correct it",
+            f"{_MULTIPLIER}: expected a number above 0 and at most {_LARGEST_MULTIPLIER:g}, or, for a new job, 'auto' "
+            f"or a list or a range of such numbers, found {quoted(multiplier)}; correct it",
             _MULTIPLIER,
         )
     return float(f"{multiplier * _USUAL_RATE:.6g}")
@@ -259,7 +259,7 @@ def _check_allowed(key: str, name: str, value: Any) -> None:
 
 def _not_allowed(key: str, param: str = "hyperparameters") -> ApiError:
     return refused(
-        f"{key}: expected settings of training and search, found one that a service sets by itself or does not allow; "
+        f"{key}: expected settings of training and search, found a key that a service sets itself or does not allow; "
         "remove it",
         param,
         "not_allowed",

@@ -59,8 +59,8 @@ def validate_grader(caller: Reader, body: _GraderRequest) -> dict[str, Any]:
 def graders(caller: Reader, action: str) -> None:
     """Run a grader by itself; always refused."""
     raise refused(
-        "grader: expected one that is validated, or select_by of a job, found a request to run one; name it as "
-        "select_by among the hyperparameters of a job",
+        "grader: expected a request to validate a grader, found a request to run one; give the grader as select_by in "
+        "the hyperparameters of a job",
         "grader",
         "unsupported",
     )

@@ -118,7 +118,7 @@ def add_part(request: Request, service: ServiceOf, caller: Writer, upload_id: st
             had = select(func.count(), func.coalesce(func.sum(PartRow.num_bytes), 0)).where(PartRow.upload == upload_id)
             num_parts, num_before = session.execute(had).one()
             if num_parts >= _MAX_PARTS:
-                raise refused(f"data: expected at most {_MAX_PARTS} parts, found more; send larger ones", "data")
+                raise refused(f"data: expected at most {_MAX_PARTS} parts, found more; send larger parts", "data")
             if int(num_before) + num_bytes > upload.num_bytes:
                 raise refused(
                     f"data: expected {upload.num_bytes} bytes in all parts, found more; create an upload of the size "
@@ -200,7 +200,10 @@ def _ended(service: ServiceOf, caller: Caller, upload_id: str) -> dict[str, Any]
         upload = find_upload(session, caller.tenant, upload_id)
         if upload.file is None:
             check_pending(upload)
-            raise refused("upload_id: expected an upload with all its parts, found some gone; begin again", "upload_id")
+            raise refused(
+                "upload_id: expected an upload with all its parts, found that parts are missing; start a new upload",
+                "upload_id",
+            )
         return upload_object(upload, find_file(session, caller.tenant, upload.file))
 
 

@@ -56,7 +56,7 @@ async def _pass_on(request: Request, service: Service, caller: Caller, path: str
     try:
         found = await _while_connected(request, _answered(upstream, path, {**body, "model": target}))
     except UpstreamError as error:
-        _LOG.warning("a request could not be passed on: %s", error)
+        _LOG.warning("a request could not be forwarded: %s", error)
         raise _bad_gateway(error) from error
     return Response(status_code=_CLOSED) if found is None else found
 
@@ -70,9 +70,9 @@ def _body_of(content: bytes) -> dict[str, Any]:
     try:
         body = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise refused(f"body: expected an object of JSON, found none ({str(error)[:100]})") from error
+        raise refused(f"body: expected a JSON object, found invalid JSON ({str(error)[:100]})") from error
     if not isinstance(body, dict):
-        raise refused(f"body: expected an object of JSON, found a {type(body).__name__}")
+        raise refused(f"body: expected a JSON object, found a {type(body).__name__}")
     if not isinstance(body.get("model"), str) or not body["model"]:
         raise refused("model: expected the name of a model, found none; list them with client.models.list()", "model")
     return body
@@ -98,13 +98,13 @@ async def _answered(upstream: Upstream, path: str, body: dict[str, Any]) -> Resp
     if reply.status == 200 and reply.content_type == "application/json":
         return Response(content, media_type="application/json")
     if reply.status in _REQUEST_FAULTS:
-        message = message_of(content) or "expected a request that vLLM takes, found one that it refuses"
+        message = message_of(content) or "expected a request that vLLM accepts, found a request that it refuses"
         raise ApiError(400, message, code="invalid_request")
     if reply.status == 404:
         raise ApiError(
             400,
-            "model: expected one that answers, found that the vLLM server has lost it, as after a restart; it is "
-            "registered again by itself: try again soon",
+            "model: expected a model that answers, found that the vLLM server has lost it, such as after a restart; it "
+            "is registered again automatically: try again soon",
             param="model",
             code=NOT_READY,
         )

@@ -83,7 +83,7 @@ class Registrar:
             asyncio.run(self._reconcile(self._server))
         except UpstreamError as error:
             self._rest_until = self._clock() + self._interval_s
-            _LOG.warning("adapters are not registered for now: %s", error)
+            _LOG.warning("adapters cannot be registered at the moment: %s", error)
 
     # -- one turn --------------------------------------------------------------------------------------------------
 
@@ -135,7 +135,7 @@ class Registrar:
     def _is_due(self, row: ModelRow, served: frozenset[str]) -> bool:
         if not self._service.settings.is_served(row.base_model):
             if row.serving != "none" or row.serving_details is None:
-                self._note(row, "none", f"the vLLM server has another base model than {row.base_model}")
+                self._note(row, "none", f"the vLLM server has a different base model than {row.base_model}")
             return False
         return not (row.serving == "ready" and row.id in served) and not self._is_held_back(row)
 
@@ -219,7 +219,7 @@ class Registrar:
             if not folder.exists():
                 self._service.artefacts.fetch_folder(row.adapter, folder)
         elif not folder.exists():
-            raise FileNotFoundError("the adapter is not among the artefacts any more")
+            raise FileNotFoundError("the adapter is no longer in the store of artefacts")
         return folder
 
     def _fetched(self, row: ModelRow) -> Path:
@@ -246,7 +246,7 @@ class Registrar:
                 self.turn()
             except Exception as error:  # the thread must survive for the next turn
                 self._rest_until = self._clock() + self._interval_s
-                _LOG.error("adapters are not registered for now", exc_info=error)
+                _LOG.error("adapters cannot be registered at the moment", exc_info=error)
             except asyncio.CancelledError:
                 return
             self._is_stopping.wait(_TURN_S)

@@ -32,7 +32,7 @@ def target_of(service: Service, session: Session, tenant: str, name: str) -> str
         if not settings.is_served(name):
             raise ApiError(
                 400,
-                f"model: expected one that the vLLM server has, found {name}; use {settings.vllm.base_model}, or a "
+                f"model: expected a model that the vLLM server has, found {name}; use {settings.vllm.base_model}, or a "
                 "model that was fine-tuned on it",
                 param="model",
                 code=NOT_READY,
@@ -72,12 +72,12 @@ def _no_server(remedy: str) -> ApiError:
 def _not_ready(model: ModelRow) -> ApiError:
     because = f" ({model.serving_details})" if model.serving_details else ""
     remedy = {
-        "failed": "correct that; it is tried again by itself",
+        "failed": "correct the cause; the service tries again automatically",
         "none": "wait until it is registered, or use a model of the base model that the server has",
     }.get(model.serving, "wait until it is registered")
     return ApiError(
         400,
-        f"model: expected one that answers, found {model.id} {_WORDS[model.serving]}{because}; {remedy}: "
+        f"model: expected a model that answers, found {model.id} {_WORDS[model.serving]}{because}; {remedy}: "
         f"/api/models/{model.id} says when it is ready",
         param="model",
         code=NOT_READY,

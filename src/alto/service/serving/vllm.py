@@ -108,7 +108,9 @@ class VllmServer:
         reply = await self._upstream.send(method, path, body)
         try:
             if reply.status in (401, 403):
-                raise UpstreamError("expected a vLLM server that takes vllm.api_key, found that it refuses; correct it")
+                raise UpstreamError(
+                    "expected a vLLM server that accepts vllm.api_key, found that it refuses the key; correct it"
+                )
             if reply.status in _PASSING or 300 <= reply.status < 400:
                 raise UpstreamError(f"expected an answer of the vLLM server, found status {reply.status}; see its log")
             yield reply

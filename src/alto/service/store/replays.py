@@ -102,7 +102,8 @@ class RequestMark:
             return None
         if found.body_hash != self.body_hash:
             raise ReusedKeyError(
-                "expected one of its own for every request, found one that was used for another body; send a new key"
+                "expected a unique key for every request, found a key that was used with a different body; send a new "
+                "key"
             )
         return found.id
 

@@ -63,14 +63,14 @@ class Store:
                 found = MigrationContext.configure(connection).get_current_revision()
                 if found is not None and found not in {each.revision for each in script.walk_revisions()}:
                     raise ServiceError(
-                        f"database: expected one of revision {script.get_current_head()} or older, found {found}, "
-                        "which a newer version of ALTO has written; upgrade this one, or restore a backup"
+                        f"database: expected revision {script.get_current_head()} or older, found {found}, "
+                        "which a newer version of ALTO has written; upgrade ALTO, or restore a backup"
                     )
                 config.attributes["connection"] = connection
                 command.upgrade(config, "head")
         except SQLAlchemyError as error:
             raise ServiceError(
-                f"database: expected one that can be reached and written, found {_shown(self.url)}: "
+                f"database: expected a database that can be reached and written, found {_shown(self.url)}: "
                 f"{_first_line(error)}; check the address, and that its server runs"
             ) from error
 
@@ -109,8 +109,8 @@ def _checked(url: str) -> URL:
         name = ""
     if name not in ("sqlite", "postgresql"):
         raise ServiceError(
-            "database: expected sqlite:///FILE or postgresql+psycopg://USER:PASSWORD@HOST/NAME, found another address; "
-            "correct it"
+            "database: expected sqlite:///FILE or postgresql+psycopg://USER:PASSWORD@HOST/NAME, found a different "
+            "address; correct it"
         )
     return found
 

@@ -99,8 +99,8 @@ def _check_local(request: Request) -> None:
     if name not in _LOCAL:
         raise ApiError(
             403,
-            f"Host: expected localhost while the service needs no key, found {name[:100]!r}; use that, or make "
-            "keys with: alto keys create",
+            f"Host: expected localhost while the service needs no key, found {name[:100]!r}; use localhost, or "
+            "create keys with: alto keys create",
             code="unknown_host",
         )
 

@@ -63,11 +63,11 @@ ERROR_ANSWERS: Mapping[int | str, dict[str, Any]] = {
     status: {"model": ErrorAnswer, "description": description}
     for status, description in (
         (400, "The request cannot be carried out as it is."),
-        (401, "There is no key that counts."),
-        (403, "The key does not have the scope, or the page is of another site."),
-        (404, "There is no such object of the tenant."),
+        (401, "The key is missing, unknown, expired or revoked."),
+        (403, "The key does not have the required scope, or the request comes from a page of a different site."),
+        (404, "The tenant has no such object."),
         (413, "The body is too long."),
-        (429, "There are too many requests, tasks or bytes; Retry-After has seconds."),
+        (429, "There are too many requests, tasks or bytes; Retry-After is the number of seconds to wait."),
         ("default", "The service failed, or is not ready."),
     )
 }
@@ -215,7 +215,7 @@ def _on_database_error(request: Request, error: Exception) -> Response:
 
 
 def _on_storage_error(request: Request, error: Exception) -> Response:
-    _LOG.error("a disk or the store of artefacts refused", extra={"request_id": _id_of(request)}, exc_info=error)
+    _LOG.error("a disk or the store of artefacts failed", extra={"request_id": _id_of(request)}, exc_info=error)
     return _answer(
         request,
         ApiError(
@@ -230,7 +230,7 @@ def _on_storage_error(request: Request, error: Exception) -> Response:
 
 def _on_error(request: Request, error: Exception) -> Response:
     _LOG.error("a request failed", extra={"request_id": _id_of(request)}, exc_info=error)
-    message = f"the service failed at request {_id_of(request)}; its log has the cause"
+    message = f"the service failed to answer request {_id_of(request)}; see its log for the cause"
     # This response is sent outside of `RequestIds`, which would add these headers.
     headers = {key.decode(): value.decode() for key, value in _headers_of(_id_of(request))}
     headers["connection"] = "close"  # because the server closes it after an exception

@@ -82,14 +82,14 @@ def check_values(value: object) -> None:
         level = following
         if not level:
             return
-    raise _refused(f"values nested at most {_MOST_DEPTH} deep", "deeper ones")
+    raise _refused(f"values nested at most {_MOST_DEPTH} deep", "deeper values")
 
 
 def _parsed(body: bytes) -> Any:
     try:
         found = json.loads(body)
     except RecursionError:
-        raise _refused(f"values nested at most {_MOST_DEPTH} deep", "deeper ones") from None
+        raise _refused(f"values nested at most {_MOST_DEPTH} deep", "deeper values") from None
     except ValueError:  # not JSON, not UTF-8, or a number with thousands of digits
         raise _refused("JSON in UTF-8", "something else") from None
     check_values(found)
@@ -98,7 +98,7 @@ def _parsed(body: bytes) -> Any:
 
 def _check_text(text: str) -> None:
     if "\0" in text:
-        raise _refused("text without the character NUL", "one with it")
+        raise _refused("text without the character NUL", "text with it")
     try:
         text.encode()
     except UnicodeEncodeError:

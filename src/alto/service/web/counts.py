@@ -40,7 +40,7 @@ class RequestCounts:
                 f'alto_requests_total{{method="{method}",route="{route}",status="{status}"}} {count}'
                 for (method, route, status), count in sorted(counts.items())
             ),
-            f"# HELP {name} Durations of requests; those of streams until their first byte are not told apart.",
+            f"# HELP {name} Durations of requests; a stream counts until its end, not until its first byte.",
             f"# TYPE {name} histogram",
             *(f'{name}_bucket{{le="{bound:g}"}} {within.get(bound, 0)}' for bound in _BOUNDS_S),
             f'{name}_bucket{{le="+Inf"}} {total}',

@@ -24,8 +24,8 @@ def describe_keys(app: FastAPI) -> None:
         schemes[_SCHEME] = {
             "type": "http",
             "scheme": "bearer",
-            "description": "A key of a tenant, made with: alto keys create. Without any key a service answers requests "
-            "of its own machine alone, and needs none.",
+            "description": "A key of a tenant, created with: alto keys create. While a service has no keys, it needs "
+            "none, and answers only requests from its own machine.",
         }
         document["security"] = [{_SCHEME: []}]
         return document

@@ -59,7 +59,7 @@ class BodyLimits:
 
 def _check_address(scope: Scope) -> None:
     if "\0" in scope["path"] or b"%00" in scope["query_string"]:
-        raise refused("url: expected text without the character NUL, found one with it; correct it", "url")
+        raise refused("url: expected text without the character NUL, found text with it; correct it", "url")
 
 
 class _Body:
