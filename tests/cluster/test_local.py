@@ -111,6 +111,7 @@ def test_an_executor_takes_its_share_of_the_cores(
     started.start(gpus=gpus)
     told = started.until_told("environment")
     assert (told["OMP_NUM_THREADS"], told["CUDA_VISIBLE_DEVICES"]) == (str(threads), "")
+    assert told["ALTO_MEMORY_SHARE"] == str(len(gpus) / 4)
 
 
 @pytest.mark.parametrize(("asked", "threads"), [("6", 3), ("5,2", 2), ("1", 1), ("99", 6), ("0", 6), ("all", 6)])

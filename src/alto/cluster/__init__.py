@@ -16,6 +16,7 @@ from alto.cluster.controller import Controller
 from alto.cluster.entry import Host, HostedRun, error_class, run_entry
 from alto.cluster.launches import check_launch
 from alto.cluster.live_queue import LiveQueue, QueueIntake, answer_past_ends, past_ends, unique_name
+from alto.cluster.local import num_cores
 from alto.cluster.solver import GuardedSolver
 from alto.cluster.submission import ControllerStatus, Submission, TaskRun, TaskStatus
 
@@ -42,6 +43,7 @@ __all__ = [
     "answer_past_ends",
     "check_launch",
     "error_class",
+    "num_cores",
     "open_cluster",
     "past_ends",
     "run_entry",

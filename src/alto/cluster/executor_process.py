@@ -31,6 +31,7 @@ class ProcessShape:
         devices: Its GPUs, under their names in CUDA; empty if CPU slots take the place of GPUs.
         num_threads: Number of CPU threads for all of its ranks together.
         num_ranks: Number of its processes.
+        memory_share: Share of the machine's memory that they may plan with, where slots of the CPU stand for GPUs.
         folder: Its working directory.
         variables: Environment of the process that starts it.
     """
@@ -38,6 +39,7 @@ class ProcessShape:
     devices: tuple[str, ...]
     num_threads: int
     num_ranks: int = 1
+    memory_share: float = 1.0
     folder: str = field(default_factory=os.getcwd)
     variables: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
 
@@ -52,6 +54,7 @@ class ProcessShape:
             "CUDA_VISIBLE_DEVICES": ",".join(self.devices),
             "OMP_NUM_THREADS": str(num_threads),
             "MKL_NUM_THREADS": str(num_threads),
+            "ALTO_MEMORY_SHARE": str(self.memory_share),
             **(_allocator() if self.devices else {}),
         }
 

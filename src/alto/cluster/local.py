@@ -17,7 +17,7 @@ from alto.cluster.machine import Machine
 from alto.errors import SpecError, UnsupportedError
 from alto.records import Node
 
-__all__ = ["LocalCluster"]
+__all__ = ["LocalCluster", "num_cores"]
 
 NODE = "local"
 
@@ -26,7 +26,7 @@ class LocalCluster:
     """Executors on this machine: processes with their own GPUs, each for one task or for several that share it.
 
     On a machine without GPUs, CPU slots take their place: a task that has n of m slots sees no CUDA device and uses n/m
-    of the cores, at least one. With GPUs, tasks share the cores in the same way.
+    of the cores, at least one, and plans with n/m of the memory. With GPUs, tasks share the cores in the same way.
 
     A process whose tasks have ended is kept for a while because its base model is loaded. It ends when others need its
     GPUs.
@@ -100,10 +100,12 @@ class LocalCluster:
         self._locks.release()
 
     def _shape(self, launch: Launch) -> ProcessShape:
+        num_gpus, num_all = len(launch.gpus), len(self._node.gpus)
         return ProcessShape(
             devices=tuple(self._devices[gpu.index] for gpu in launch.gpus) if self._devices else (),
-            num_threads=max(1, _num_cores() * len(launch.gpus) // len(self._node.gpus)),
+            num_threads=max(1, num_cores() * num_gpus // num_all),
             num_ranks=launch.num_ranks,
+            memory_share=1.0 if self._devices else num_gpus / num_all,
         )
 
 
@@ -131,7 +133,7 @@ def _num_gpus(asked: int | None, found: int) -> int:
     return asked or found or 1
 
 
-def _num_cores() -> int:
+def num_cores() -> int:
     """Return the number of cores that this process may use, at most ``OMP_NUM_THREADS`` if the user has set it."""
     found = len(os.sched_getaffinity(0))
     asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # further numbers are for nested regions

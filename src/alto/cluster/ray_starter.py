@@ -56,6 +56,7 @@ class Starter:
             devices=tuple(os.environ["CUDA_VISIBLE_DEVICES"].split(",")) if self._has_gpus else (),
             num_threads=max(1, round(len(os.sched_getaffinity(0)) * self._core_share)),
             num_ranks=launch.num_ranks,
+            memory_share=1.0 if self._has_gpus else self._core_share,
         )
         self._machine.start(launch, shape)
 

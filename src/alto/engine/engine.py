@@ -65,7 +65,8 @@ class Engine:
         strategy: How a task uses several GPUs (``num_gpus``). ``adapter_parallel``: each GPU holds a part of the base
             model and trains its own jobs. ``single``: a task uses one GPU, or one process on several CPU slots.
         total_gpus: Number of GPUs that the tasks share; None uses all. On a machine without GPUs, the number of CPU
-            slots that take their place (default 1): a task on n slots gets n shares of the cores.
+            slots that take their place: a task on n slots gets n shares of the cores and of the memory. None chooses
+            one slot for each task of the queue, as far as cores and memory go, and one for an empty queue.
         cluster: ``local``; ``ray://HOST:PORT`` or ``auto`` for a Ray cluster; ``NAME`` or ``NAME://…`` for a cluster
             type that a package registers under ``alto.clusters``.
         quotas: Maximum number of GPUs that the tasks of each tenant use at a time.

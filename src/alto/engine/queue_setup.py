@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
-from alto.cluster import Cluster, GuardedSolver, open_cluster, unique_name
+import torch
+
+from alto.cluster import Cluster, GuardedSolver, num_cores, open_cluster, unique_name
 from alto.engine.estimates import known_estimate, remember_duration
 from alto.engine.gpus import check_num_gpus
 from alto.errors import SpecError
+from alto.executor import cache
+from alto.executor.profiling.meter import capacity_bytes
 from alto.records import Node, Schedule, TaskEstimate
 from alto.scheduler import METHODS, SchedulingProblem, TaskDemand
 from alto.spec import Task
@@ -21,6 +25,9 @@ SOLVE_S = 10.0
 """Time limit of the solver for the first schedule."""
 REPLAN_S = 1.0
 """Time limit for a new schedule while tasks run; free GPUs wait that long."""
+
+_PROCESS_BYTES, _COPIES = 2**30, 8
+"""Memory that an executor on a CPU slot should have: this much, and so many times the files of its base model."""
 
 SOLVE_GAP, REPLAN_GAP = 0.001, 0.01
 """Accepted relative gap to the optimum of each schedule; measured durations are less exact than this."""
@@ -33,7 +40,8 @@ class QueueSetup:
     Attributes:
         strategy: How a task uses several GPUs.
         cluster: Address of the cluster.
-        total_gpus: Maximum number of GPUs to use; None for all.
+        total_gpus: Maximum number of GPUs to use; None for all. On a CPU the number of slots; None for the number that
+            :meth:`sized_for` chooses.
         quotas: Maximum number of GPUs of each tenant at a time.
         share_executor: Whether tasks on the same base model may share an executor if they allow it.
     """
@@ -59,6 +67,22 @@ class QueueSetup:
             "quotas": dict(self.quotas),
             "share_executor": self.share_executor,
         }
+
+    def sized_for(self, tasks: Sequence[Task]) -> Self:
+        """Return this setup with a number of CPU slots for ``tasks``, if the user has not set one.
+
+        Several processes of one thread train more tokens per second than one process with as many threads. So there
+        are as many slots as the tasks ask for, but not more than cores, nor more than processes fit into the memory.
+        If the size of a base model is not known, there is one slot.
+        """
+        if self.total_gpus is not None or self.cluster != "local" or not tasks or torch.cuda.is_available():
+            return self
+        of_model = {task.model: sum(size for _, size, _ in cache.weights_of(task.model)) for task in tasks}
+        if not all(of_model.values()):
+            return self
+        process_bytes = _PROCESS_BYTES + _COPIES * max(of_model.values())
+        fitting = capacity_bytes(torch.device("cpu")) // process_bytes
+        return replace(self, total_gpus=max(1, min(sum(task.num_gpus for task in tasks), num_cores(), fitting)))
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[Cluster]:

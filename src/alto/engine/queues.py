@@ -81,6 +81,7 @@ class QueueRunner:
         """
         check_method(method)
         tasks = _read(tasks)
+        self._setup = self._setup.sized_for(tasks)
         with self._setup.opened() as cluster:
             return self._schedule(tasks, method, cluster, refresh=refresh)
 
@@ -93,6 +94,7 @@ class QueueRunner:
         """
         if schedule is None:
             tasks = _read(tasks)
+        self._setup = self._setup.sized_for(tasks)
         with self._setup.opened() as cluster:
             method = "cp-sat" if schedule is None else schedule.method
             with self._new_queue(tasks, schedule, output_dir, cluster, method=method) as queue:
@@ -113,6 +115,7 @@ class QueueRunner:
         """
         check_method(method)
         tasks = _read(tasks)
+        self._setup = self._setup.sized_for(tasks)
         with (
             self._setup.opened() as cluster,
             self._new_queue(

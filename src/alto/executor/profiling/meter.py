@@ -21,8 +21,10 @@ _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.lim
 
 
 def capacity_bytes(device: torch.device, num_ranks: int = 1) -> int:
-    """Return the memory of ``device`` for one rank. On a CPU this is the smallest of three limits: the memory of the
-    machine and the container's limit, each divided by the number of ranks, and ``ulimit -v``.
+    """Return the memory of ``device`` for one rank, in bytes.
+
+    On a CPU this is the smallest of three limits: the memory of the machine and the container's limit, each divided by
+    the number of ranks, and ``ulimit -v``. A process on one of several CPU slots has its share of that.
 
     Raises:
         UnsupportedError: The operating system does not report it.
@@ -42,7 +44,12 @@ def capacity_bytes(device: torch.device, num_ranks: int = 1) -> int:
         text = file.read_text().strip() if file.is_file() else "max"
         if text.isdecimal():
             limits.append(int(text) // num_ranks)
-    return min(limits)
+    return int(min(limits) * memory_share())
+
+
+def memory_share() -> float:
+    """Return the share of the machine's memory that this process may plan with, in (0, 1]."""
+    return float(os.environ.get("ALTO_MEMORY_SHARE", "1"))
 
 
 def reset_peak(device: torch.device) -> None:

@@ -21,6 +21,7 @@ from alto.backbone import Backbone
 from alto.errors import DeviceMemoryError, ProfileError, UnsupportedError
 from alto.executor import cache
 from alto.executor.profiling.measure import MARGIN, Measured, measure
+from alto.executor.profiling.meter import memory_share
 from alto.executor.profiling.sketch import RowLength
 from alto.executor.ranks import Ranks
 from alto.records import MemoryProfile, Throughput
@@ -196,6 +197,7 @@ def _key(task: Task, lengths: Sequence[RowLength], device: torch.device, num_ran
         "lengths": _about(lengths),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else name,
         "threads": torch.get_num_threads(),
+        "memory_share": memory_share(),
         "ranks": num_ranks,
         "versions": cache.versions(),
     }
