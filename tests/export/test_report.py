@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 from html_pages import HOSTILE, Page
 
 from alto.errors import RunError, RunNotFoundError
-from alto.export.report import write_report
+from alto.export.report import report_page, write_report
+from alto.runs import read_history
 
 
 @pytest.fixture
@@ -173,6 +175,16 @@ def test_evaluations_of_the_best_adapter(small_run, write_run):
     for expected in ("test.jsonl", "1,319", "1.2500", "2.1 % (28 of 1,319)", "batch_size 16", "2026-11-21", HOSTILE):
         assert expected in page.text
     assert "img" not in page.tags
+
+
+def test_labels_are_read_from_the_run_whatever_name_the_page_shows(small_run, write_run):
+    best = write_run(small_run) / "best"
+    best.mkdir()
+    (best / "labels.json").write_text(json.dumps({"id2label": {"0": "bad", "1": "good"}}))
+    page = report_page(best.parent, read_history(best.parent), shown_as=Path("ftjob-1"))
+    assert "AutoPeftModelForSequenceClassification.from_pretrained" in page
+    assert "ftjob-1" in page
+    assert str(best) not in page
 
 
 def test_of_evaluations_alike_of_the_base_the_newest_is_shown_and_nothing_that_was_not_measured(small_run, write_run):

@@ -54,7 +54,6 @@ __all__ = [
     "run_notes",
     "schedule_text",
     "task_list",
-    "timestamp",
     "watch_run",
     "write_comparison",
     "write_queue_report",

@@ -25,7 +25,7 @@ from alto.export.wording import (
     varying_keys,
 )
 from alto.runs import RunHistory, Stage, read_history
-from alto.runs.device_hours import DeviceHours, device_hours, price_of_hour
+from alto.runs.device_hours import device_hours, price_of_hour
 from alto.runs.lead import lead_of_winner
 from alto.runs.progress import exit_totals, rung_costs, time_saved_s
 from alto.spec.labels import LABELS_NAME
@@ -76,22 +76,12 @@ def report_page(run_dir: Path, history: RunHistory, *, price: float | None = Non
     Raises:
         RunError, SpecError: See :func:`write_report`.
     """
-    of_task = None if history.started is None else history.started.gpu_hour_price
-    hours = device_hours(history, price_of_hour(price, of_task))
-    return render_report(history, shown_as or run_dir, _evaluations(run_dir), hours)
-
-
-def render_report(history: RunHistory, run_dir: Path, evaluations: list[dict[str, Any]], hours: DeviceHours) -> str:
-    """Return the report of ``history`` as HTML.
-
-    Args:
-        run_dir: Folder of the run: the page shows paths in it, and the labels of the best adapter are read from it.
-        evaluations: Results of ``alto eval`` from the metrics of adapters; ``adapter`` names the adapter.
-        hours: Device hours of the run, and their price.
-    """
+    evaluations = _evaluations(run_dir)
     numbers = ("loss", "score", "exact_match", "reward_accuracy", "reward_margin", *_OF_LABELS)
     measured = [name for name in numbers if any(found.get(name) is not None for found in evaluations)]
-    context = _context(history, run_dir)
+    of_task = None if history.started is None else history.started.gpu_hour_price
+    hours = device_hours(history, price_of_hour(price, of_task))
+    context = _context(history, shown_as or run_dir, _num_labels(run_dir / "best" / LABELS_NAME))
     titles = {name: title for name, title in _OF_LABELS.items() if name in measured}
     return render_page(
         "report.html.jinja", **context, evaluations=evaluations, measured=measured, of_labels=titles, hours=hours
@@ -107,10 +97,9 @@ def _num_labels(path: Path) -> int | None:
         return None
 
 
-def _context(history: RunHistory, run_dir: Path) -> dict[str, Any]:
+def _context(history: RunHistory, run_dir: Path, num_labels: int | None) -> dict[str, Any]:
     table = job_table(history)
     figures = run_figures(history, table)
-    num_labels = _num_labels(run_dir / "best" / LABELS_NAME)
     winner = history.best if history.result is not None else None
     return {
         "history": history,
