@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from alto import Engine, Task, TaskResult
-from alto.cluster import EntryWritten, ExecutorEnded, Launch, Outcome, open_cluster
+from alto.cluster import EntryWritten, ExecutorEnded, Launch, Outcome, TaskTicket, open_cluster
 from alto.data import read_task_rows, sample_rows
 from alto.engine.estimates import base_key
 from alto.engine.work import TRAIN
@@ -240,14 +240,8 @@ def measure_starts(task: Task, folder: Path, repeats: int) -> dict[str, list[flo
         for number in range(repeats + 1):
             root = folder / f"kept-{number}"
             RunDir(root).begin(task)
-            launch = Launch(
-                task="a",
-                run_dir=str(root),
-                entry=TRAIN,
-                gpus=(Gpu("local", 0),),
-                attempt=1,
-                base=base_key(task),
-            )
+            ticket = TaskTicket(task="a", run_dir=str(root), entry=TRAIN, base=base_key(task))
+            launch = Launch(ticket=ticket, gpus=(Gpu("local", 0),), attempt=1)
             began = time.time()
             cluster.start(launch)
             admitted: list[float] = []

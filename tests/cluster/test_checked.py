@@ -9,14 +9,15 @@ import pytest
 from fake_cluster import Clock, FakeCluster
 from journals import entries
 
-from alto.cluster import Cluster, EntryWritten, ExecutorEnded, GpuGone, Launch, Outcome
+from alto.cluster import Cluster, EntryWritten, ExecutorEnded, GpuGone, Launch, Outcome, TaskTicket
 from alto.cluster.checked import CheckedCluster
 from alto.errors import ClusterLostError, UnsupportedError
 from alto.records import Gpu, Node
 
 
 def launch(task: str = "a", attempt: int = 1) -> Launch:
-    return Launch(task=task, run_dir="unused", entry="nothing:at_all", gpus=(Gpu("n", 0),), attempt=attempt)
+    ticket = TaskTicket(task=task, run_dir="unused", entry="nothing:at_all")
+    return Launch(ticket=ticket, gpus=(Gpu("n", 0),), attempt=attempt)
 
 
 def cluster(**changes: Any) -> FakeCluster:

@@ -21,7 +21,7 @@ from shared_runs import SharedRuns, assert_as_alone, shared_tasks
 from tiny import read_journal, save_model
 
 import alto
-from alto.cluster import HostedRun, Outcome, open_cluster
+from alto.cluster import HostedRun, Outcome, TaskTicket, open_cluster
 from alto.cluster.local import LocalCluster
 from alto.data import JobRows, TokenBatch
 from alto.engine import work
@@ -214,17 +214,29 @@ def test_a_session_that_cannot_begin_does_not_keep_the_bank(
     with monkeypatch.context() as broken:
         broken.setattr(TaskSession, "begin", lambda self: (_ for _ in ()).throw(DiskFullError("no room")))
         with pytest.raises(DiskFullError):
-            host.attach(HostedRun(number=1, run_dir=str(tmp_path / "alder"), is_interrupted=lambda: False))
-    host.attach(HostedRun(number=2, run_dir=str(tmp_path / "cedar"), is_interrupted=lambda: False))
+            host.attach(HostedRun(number=1, ticket=ticket_of(str(tmp_path / "alder")), is_interrupted=lambda: False))
+    host.attach(HostedRun(number=2, ticket=ticket_of(str(tmp_path / "cedar")), is_interrupted=lambda: False))
     while not (ended := host.turn()):
         pass
     assert ended == {2: ""}
     assert_as_alone(tmp_path / "cedar", alone["cedar"])
 
 
-def hosted(host: work.Training, number: int, task: Task, folder: Path, **hooks: Any) -> None:
+def ticket_of(run_dir: str, **owner: Any) -> TaskTicket:
+    return TaskTicket(task=run_dir, run_dir=run_dir, entry=work.TRAIN, **owner)
+
+
+def hosted(
+    host: work.Training,
+    number: int,
+    task: Task,
+    folder: Path,
+    *,
+    is_interrupted: Callable[[], bool] = lambda: False,
+    **owner: Any,
+) -> None:
     RunDir(folder).begin(task)
-    host.attach(HostedRun(number=number, run_dir=str(folder), **{"is_interrupted": lambda: False, **hooks}))
+    host.attach(HostedRun(number=number, ticket=ticket_of(str(folder), **owner), is_interrupted=is_interrupted))
 
 
 def test_an_error_of_nobody_ends_all_with_its_reason(
@@ -352,7 +364,7 @@ def test_a_run_that_is_attached_twice_is_refused_and_goes_on(
     hosted(host, 0, tasks["cedar"], tmp_path / "cedar")
     host.turn()
     with pytest.raises(RunBusyError, match="cedar"):
-        host.attach(HostedRun(number=1, run_dir=str(tmp_path / "cedar"), is_interrupted=lambda: False))
+        host.attach(HostedRun(number=1, ticket=ticket_of(str(tmp_path / "cedar")), is_interrupted=lambda: False))
     assert finish(host, 1) == {0: ""}
     assert_as_alone(tmp_path / "cedar", alone["cedar"])
 

@@ -219,21 +219,21 @@ class Together:
         self.runs: dict[int, HostedRun] = {}
 
     def attach(self, run: HostedRun) -> None:
-        if (Path(run.run_dir) / "refused").exists():
+        if (Path(run.ticket.run_dir) / "refused").exists():
             raise errors.SpecError("refused before it began")
-        if (Path(run.run_dir) / "slow").exists():
-            (Path(run.run_dir) / "attaching").touch()
-            while not (Path(run.run_dir) / "go").exists():
+        if (Path(run.ticket.run_dir) / "slow").exists():
+            (Path(run.ticket.run_dir) / "attaching").touch()
+            while not (Path(run.ticket.run_dir) / "go").exists():
                 time.sleep(0.01)
         self.runs[run.number] = run
-        print(f"{Path(run.run_dir).name} is attached")
-        tell(run.run_dir, "began", pid=os.getpid(), tenant=run.tenant, num_runs=len(self.runs))
+        print(f"{Path(run.ticket.run_dir).name} is attached")
+        tell(run.ticket.run_dir, "began", pid=os.getpid(), tenant=run.ticket.tenant, num_runs=len(self.runs))
 
     def turn(self) -> dict[int, str | BaseException]:
         time.sleep(0.01)
         ended: dict[int, str | BaseException] = {}
         for number, run in list(self.runs.items()):
-            end = Path(run.run_dir) / "end"
+            end = Path(run.ticket.run_dir) / "end"
             if run.is_interrupted():
                 ended[number] = TaskInterruptedError("stopped on request, with everything on disk")
             elif end.exists():

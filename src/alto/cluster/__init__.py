@@ -10,15 +10,17 @@ from alto.cluster.base import (
     GpuGone,
     Launch,
     Outcome,
+    TaskTicket,
 )
 from alto.cluster.choice import open_cluster
 from alto.cluster.controller import Controller
+from alto.cluster.dispatcher import Retrying
 from alto.cluster.entry import Host, HostedRun, error_class, run_entry
 from alto.cluster.launches import check_launch
 from alto.cluster.live_queue import LiveQueue, QueueIntake, answer_past_ends, past_ends, unique_name
 from alto.cluster.local import num_cores
 from alto.cluster.solver import GuardedSolver
-from alto.cluster.submission import ControllerStatus, Submission, TaskRun, TaskStatus
+from alto.cluster.status import ControllerStatus, TaskStatus
 
 __all__ = [
     "Cluster",
@@ -37,9 +39,9 @@ __all__ = [
     "LiveQueue",
     "Outcome",
     "QueueIntake",
-    "Submission",
-    "TaskRun",
+    "Retrying",
     "TaskStatus",
+    "TaskTicket",
     "answer_past_ends",
     "check_launch",
     "error_class",

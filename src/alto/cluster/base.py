@@ -7,10 +7,67 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from alto.records import Gpu, Node
+from alto.records import Gpu, Node, TaskEstimate
 from alto.runs import JournalEntry
+from alto.scheduler import TaskDemand
 
-__all__ = ["Cluster", "ClusterEvent", "EntryWritten", "ExecutorEnded", "GpuCame", "GpuGone", "Launch", "Outcome"]
+__all__ = [
+    "Cluster",
+    "ClusterEvent",
+    "EntryWritten",
+    "ExecutorEnded",
+    "GpuCame",
+    "GpuGone",
+    "Launch",
+    "Outcome",
+    "TaskTicket",
+]
+
+
+ONE_SECOND = TaskEstimate(duration_s=1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskTicket:
+    """A queued task, from its submission to the process that works on it.
+
+    Attributes:
+        task: Name of the task, unique in the queue.
+        run_dir: Folder of the run; it exists, and on a cluster every node sees it at this path. An earlier attempt in
+            it is resumed.
+        entry: ``module:name`` of the executor's work: a function that is called with the run directory and a function
+            that returns whether to stop; or a class, :class:`alto.cluster.Host`, which can work on several runs.
+        num_gpus: Number of GPUs that it runs on.
+        is_parallel: Whether an executor has one process (rank) for each of its GPUs, or else one process for all.
+        estimate: Expected duration, and data for sharing an executor.
+        base: Key of the base model; tasks with equal, non-empty keys can be trained by one process.
+        tenant: Tenant whose quota it counts against.
+        priority: Higher goes first.
+        trust_remote_code: Whether the user allows code of the base model if the task sets this key too.
+    """
+
+    task: str
+    run_dir: str
+    entry: str
+    num_gpus: int = 1
+    is_parallel: bool = False
+    estimate: TaskEstimate = ONE_SECOND
+    base: str = ""
+    tenant: str = ""
+    priority: int = 0
+    trust_remote_code: bool = False
+
+    def demand(self, release_s: float) -> TaskDemand:
+        """Return the scheduler's request for the task; ``release_s`` is on the queue's clock."""
+        return TaskDemand(
+            task=self.task,
+            num_gpus=self.num_gpus,
+            duration_s=self.estimate.duration_s,
+            sharing=self.estimate.sharing,
+            release_s=release_s,
+            priority=self.priority,
+            tenant=self.tenant,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,32 +75,46 @@ class Launch:
     """A run for an executor: one that is started for it, or one that already works on other runs.
 
     Attributes:
-        task: Unique within the queue.
-        run_dir: Folder of the run; it exists and every node sees it. An earlier attempt in it is resumed.
-        entry: ``module:name`` of the executor's work: a function that is called with the run directory and a function
-            that returns whether to stop; or a class, :class:`alto.cluster.Host`, which can work on several runs.
+        ticket: The task; its fields that a cluster needs are properties here too.
         gpus: The GPUs of the run while it runs; shared with the other runs of its executor.
         attempt: Number of the attempt, from 1.
-        num_ranks: Number of processes, each on its share of the GPUs; a single process has all of them.
-        trust_remote_code: Whether the user allows code of the base model if the task sets this key too.
         executor: Launches with equal, non-empty values share a process on the same GPUs.
-        base: Launches with equal, non-empty values need the same base model; an idle process that holds it is
-            preferred.
-        tenant: Tenant that submitted the task.
-        priority: Priority of the task.
     """
 
-    task: str
-    run_dir: str
-    entry: str
+    ticket: TaskTicket
     gpus: tuple[Gpu, ...]
     attempt: int
-    num_ranks: int = 1
-    trust_remote_code: bool = False
     executor: str = ""
-    base: str = ""
-    tenant: str = ""
-    priority: int = 0
+
+    @property
+    def task(self) -> str:
+        """Name of the task."""
+        return self.ticket.task
+
+    @property
+    def run_dir(self) -> str:
+        """Folder of the run."""
+        return self.ticket.run_dir
+
+    @property
+    def entry(self) -> str:
+        """The executor's work; see :class:`TaskTicket`."""
+        return self.ticket.entry
+
+    @property
+    def base(self) -> str:
+        """Key of the base model. An idle process that holds the same base model is preferred."""
+        return self.ticket.base
+
+    @property
+    def trust_remote_code(self) -> bool:
+        """Whether the user allows code of the base model."""
+        return self.ticket.trust_remote_code
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of processes, each on its share of the GPUs; a single process has all of them."""
+        return len(self.gpus) if self.ticket.is_parallel else 1
 
 
 class Outcome(StrEnum):

@@ -11,9 +11,9 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from alto.cluster.base import Cluster
-from alto.cluster.dispatcher import Dispatcher
-from alto.cluster.submission import ControllerStatus, Submission, TaskRun
+from alto.cluster.base import Cluster, TaskTicket
+from alto.cluster.dispatcher import Dispatcher, Retrying
+from alto.cluster.status import ControllerStatus
 from alto.errors import QueueCommandError, TaskInterruptedError
 from alto.runs import Action, Answer, Journal, JournalEntry, JournalTail, Mailbox, Observer, RunDir
 from alto.scheduler.queue import Queue
@@ -40,6 +40,7 @@ class Controller:
         show: Called with every journal entry of the tasks' runs, wrapped in a `TaskRelayed`; must return at once.
         is_interrupted: Called in every turn; once it returns true, running executors save and end, as after
             :meth:`drain`.
+        retrying: Which ended executors are started again.
         clock: In seconds; never runs backwards.
     """
 
@@ -51,13 +52,14 @@ class Controller:
         *,
         show: Observer = lambda entry: None,
         is_interrupted: Callable[[], bool] = lambda: False,
+        retrying: Retrying | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cluster = cluster
         self._journal = journal
         self._is_interrupted = is_interrupted
         self._clock = clock
-        self._dispatcher = Dispatcher(cluster, queue, journal, show=show, clock=clock)
+        self._dispatcher = Dispatcher(cluster, queue, journal, show=show, retrying=retrying, clock=clock)
         self._hooks: list[Callable[[], None]] = []
         self._calls: deque[_Call] = deque()
         self._changed = threading.Condition()
@@ -75,13 +77,13 @@ class Controller:
         self._thread = threading.Thread(target=self._work, name="alto-controller", daemon=True)
         self._thread.start()
 
-    def begin(self, submissions: Sequence[Submission]) -> None:
+    def begin(self, tickets: Sequence[TaskTicket]) -> None:
         """Add tasks that the journal already has, in one plan; must be called before :meth:`start`.
 
         Raises:
             SpecError: A name is taken, or the cluster can never provide a task's GPUs; then no task is added.
         """
-        self._dispatcher.begin(submissions)
+        self._dispatcher.begin(tickets)
 
     def on_turn(self, hook: Callable[[], None]) -> None:
         """Call ``hook`` in every turn, on the controller's thread; must be called before :meth:`start`."""
@@ -130,13 +132,11 @@ class Controller:
 
     # -- tasks and commands ----------------------------------------------------------------------------------------
 
-    def submit(self, run: TaskRun, *, tenant: str = "", priority: int = 0, command: str = "") -> str:
-        """Add a run to the queue.
+    def submit(self, ticket: TaskTicket, *, command: str = "") -> str:
+        """Add a task to the queue.
 
         Args:
-            run: The run on disk, and what it needs.
-            tenant: Tenant whose quota it counts against.
-            priority: Higher goes first.
+            ticket: The task.
             command: Id of the command that submits it, for the journal.
 
         Returns:
@@ -146,13 +146,12 @@ class Controller:
             SpecError: The name is taken, or the cluster can never provide its GPUs.
             QueueCommandError: The controller starts no more tasks.
         """
-        submission = Submission(run=run, tenant=tenant, priority=priority)
-        self._call(lambda: self._dispatcher.submit(submission, command))
-        return run.task
+        self._call(lambda: self._dispatcher.submit(ticket, command))
+        return ticket.task
 
-    def check(self, submission: Submission) -> None:
-        """Check that :meth:`submit` would accept a run; raises the same errors."""
-        self._call(lambda: self._dispatcher.check(submission))
+    def check(self, ticket: TaskTicket) -> None:
+        """Check that :meth:`submit` would accept a task; raises the same errors."""
+        self._call(lambda: self._dispatcher.check(ticket))
 
     def check_open(self, task: str) -> None:
         """Check that :meth:`cancel` would accept a task; raises the same errors."""
@@ -205,8 +204,8 @@ class Controller:
             QueueCommandError: There is no such task, or it has ended.
             RunWriteError: The run's folder cannot be written.
         """
-        run = self._call(lambda: self._dispatcher.run_of(task))
-        mailbox = Mailbox(RunDir(Path(run.run_dir)))
+        ticket = self._call(lambda: self._dispatcher.ticket_of(task))
+        mailbox = Mailbox(RunDir(Path(ticket.run_dir)))
         command = mailbox.send(action, job, changes=changes, warm=warm)
         sleep = time.sleep if self._thread is not None else lambda _: self.turn()
         return mailbox.wait_for_answer(command, timeout_s, sleep=sleep)

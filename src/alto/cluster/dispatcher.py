@@ -5,13 +5,23 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from alto.cluster.base import Cluster, ClusterEvent, EntryWritten, ExecutorEnded, GpuCame, GpuGone, Launch, Outcome
+from alto.cluster.base import (
+    Cluster,
+    ClusterEvent,
+    EntryWritten,
+    ExecutorEnded,
+    GpuCame,
+    GpuGone,
+    Launch,
+    Outcome,
+    TaskTicket,
+)
 from alto.cluster.running_attempt import RunningAttempt
-from alto.cluster.submission import ControllerStatus, Submission, TaskRun, TaskStatus
+from alto.cluster.status import ControllerStatus, TaskStatus
 from alto.errors import QueueCommandError
 from alto.records import MAX_DURATION_S
 from alto.runs import (
@@ -50,7 +60,7 @@ from alto.scheduler.queue import (
 )
 from alto.spec.outside import is_number
 
-__all__ = ["Dispatcher"]
+__all__ = ["Dispatcher", "Retrying"]
 
 _STANDS = (
     journaled.JobEvaluated,
@@ -61,6 +71,25 @@ _STANDS = (
 """Events that report a run's progress."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retrying:
+    """Rules for starting a task again after its executor has ended.
+
+    Attributes:
+        interrupted: Whether an executor that ended as ``interrupted`` without a request of this controller is started
+            again.
+        how_far: Returns the progress of a run on disk as numbers that only grow. A lost executor that has increased one
+            of them resets the count of failures in a row. With None, no executor resets it.
+    """
+
+    interrupted: bool = True
+    how_far: Callable[[RunDir], tuple[float, ...]] | None = None
+
+    def progress(self, ticket: TaskTicket) -> tuple[float, ...]:
+        """Return the progress of a task's run; empty if it is not asked for."""
+        return () if self.how_far is None else self.how_far(RunDir(Path(ticket.run_dir)))
+
+
 class Dispatcher:
     """Handles the tasks of one controller from submission to end. Used by one thread at a time.
 
@@ -69,19 +98,28 @@ class Dispatcher:
         queue: Made for the cluster's nodes; nothing has been submitted to it yet.
         journal: Records the events of the tasks.
         show: Called with every journal entry of the tasks' runs, wrapped in a `TaskRelayed`.
+        retrying: Which ended executors are started again; None starts interrupted executors again.
         clock: In seconds; never runs backwards.
     """
 
     def __init__(
-        self, cluster: Cluster, queue: Queue, journal: Journal, *, show: Observer, clock: Callable[[], float]
+        self,
+        cluster: Cluster,
+        queue: Queue,
+        journal: Journal,
+        *,
+        show: Observer,
+        retrying: Retrying | None,
+        clock: Callable[[], float],
     ) -> None:
         self._cluster = cluster
         self._queue = queue
         self._journal = journal
         self._show = show
+        self._retrying = retrying or Retrying()
         self._clock = clock
         self._began_at = clock()
-        self._runs: dict[str, TaskRun] = {}
+        self._tickets: dict[str, TaskTicket] = {}
         self._running: dict[str, RunningAttempt] = {}
         self._ended: dict[str, ExecutorEnded] = {}
         self._is_draining = False
@@ -90,47 +128,46 @@ class Dispatcher:
 
     # -- commands --------------------------------------------------------------------------------------------------
 
-    def begin(self, submissions: Sequence[Submission]) -> None:
+    def begin(self, tickets: Sequence[TaskTicket]) -> None:
         """Add tasks that the journal already has, in one plan.
 
         Raises:
             SpecError: A name is taken, or the cluster can never provide a task's GPUs; then no task is added.
         """
-        self._take_in(submissions, lambda: None)
+        self._take_in(tickets, lambda: None)
 
-    def submit(self, submission: Submission, command: str = "") -> None:
+    def submit(self, ticket: TaskTicket, command: str = "") -> None:
         """Add a new task and journal it; ``command`` is the id of the command that submits it.
 
         Raises:
             SpecError: See :meth:`begin`.
             QueueCommandError: The queue is being drained.
         """
-        self.check(submission)
-        run = submission.run
-        news = journaled.TaskSubmitted(
-            task=run.task,
-            num_gpus=run.num_gpus,
-            duration_s=run.estimate.duration_s,
-            priority=submission.priority,
-            tenant=submission.tenant,
+        self.check(ticket)
+        submitted = journaled.TaskSubmitted(
+            task=ticket.task,
+            num_gpus=ticket.num_gpus,
+            duration_s=ticket.estimate.duration_s,
+            priority=ticket.priority,
+            tenant=ticket.tenant,
             command=command,
         )
-        self._take_in([submission], lambda: self._journal.append(news))
+        self._take_in([ticket], lambda: self._journal.append(submitted))
 
-    def check(self, submission: Submission) -> None:
+    def check(self, ticket: TaskTicket) -> None:
         """Check that a task can be submitted; errors as in :meth:`submit`."""
         self._check_open()
         now_s = self._now_s()
-        self._queue.check(Submitted(time_s=now_s, demand=submission.demand(now_s)))
+        self._queue.check(Submitted(time_s=now_s, demand=ticket.demand(now_s)))
 
-    def run_of(self, task: str) -> TaskRun:
-        """Return the run of a task that has not ended.
+    def ticket_of(self, task: str) -> TaskTicket:
+        """Return the ticket of a task that has not ended.
 
         Raises:
             QueueCommandError: There is no such task, or it has ended.
         """
         self._check_known(task)
-        return self._runs[task]
+        return self._tickets[task]
 
     def cancel(self, task: str, command: str = "") -> TaskState:
         """Cancel a task: remove it from the queue, or let its executor save and end; return its new state.
@@ -278,8 +315,8 @@ class Dispatcher:
         if attempt is None or attempt.launch.attempt != ended.attempt:
             return None
         del self._running[ended.task]
-        run = self._runs[ended.task]
-        if ended.outcome is not Outcome.FINISHED and has_result(RunDir(Path(run.run_dir))):
+        ticket = self._tickets[ended.task]
+        if ended.outcome is not Outcome.FINISHED and has_result(RunDir(Path(ticket.run_dir))):
             # A task that has its result is finished, even if its executor fails afterwards.
             reason = f"Ended after its result was complete: {ended.reason}"
             ended = replace(ended, outcome=Outcome.FINISHED, reason=reason)
@@ -297,9 +334,9 @@ class Dispatcher:
             attempt=ended.attempt,
             reason=ended.reason,
             is_retryable=ended.outcome is Outcome.LOST
-            or (ended.outcome is Outcome.INTERRUPTED and run.retry_interrupted),
+            or (ended.outcome is Outcome.INTERRUPTED and self._retrying.interrupted),
             remaining_s=max(attempt.expected_s * (1.0 - share_done(attempt.history)), 1.0),
-            came_further=run.how_far is not None and _is_beyond(run.how_far(), attempt.far),
+            came_further=_is_beyond(self._retrying.progress(ticket), attempt.far),
         )
 
     def _end_drain(self) -> None:
@@ -310,14 +347,12 @@ class Dispatcher:
 
     # -- from the queue to the cluster -----------------------------------------------------------------------------
 
-    def _take_in(self, submissions: Sequence[Submission], journal: Callable[[], object]) -> None:
+    def _take_in(self, tickets: Sequence[TaskTicket], journal: Callable[[], object]) -> None:
         now_s = self._now_s()
-        actions = self._queue.apply(
-            *(Submitted(time_s=now_s, demand=submission.demand(now_s)) for submission in submissions)
-        )
+        actions = self._queue.apply(*(Submitted(time_s=now_s, demand=ticket.demand(now_s)) for ticket in tickets))
         with self._breaking():
             journal()
-            self._runs.update({submission.run.task: submission.run for submission in submissions})
+            self._tickets.update({ticket.task: ticket for ticket in tickets})
             self._do_all(actions)
 
     @contextlib.contextmanager
@@ -355,31 +390,19 @@ class Dispatcher:
                 self._journal.append(journaled.TaskGivenUp(task=task, reason=reason))
 
     def _start(self, action: StartTask) -> None:
-        run = self._runs[action.task]
         self._journal.append(
             journaled.ExecutorStarted(
                 task=action.task, attempt=action.attempt, gpus=tuple(action.gpus), executor=action.executor
             )
         )
         demand = self._queue.tasks[action.task].demand
-        launch = Launch(
-            task=action.task,
-            run_dir=run.run_dir,
-            entry=run.entry,
-            gpus=action.gpus,
-            attempt=action.attempt,
-            num_ranks=len(action.gpus) if run.is_parallel else 1,
-            trust_remote_code=run.trust_remote_code,
-            executor=action.executor,
-            base=run.base,
-            tenant=demand.tenant,
-            priority=demand.priority,
-        )
+        ticket = replace(self._tickets[action.task], priority=demand.priority)
+        launch = Launch(ticket=ticket, gpus=action.gpus, attempt=action.attempt, executor=action.executor)
         self._running[action.task] = RunningAttempt(
             launch=launch,
             expected_s=demand.duration_s,
             launched_at=self._clock(),
-            far=run.how_far() if run.how_far is not None else (),
+            far=self._retrying.progress(ticket),
         )
         self._cluster.start(launch)
 

@@ -12,7 +12,7 @@ from typing import Protocol, TypeAlias
 
 from alto import errors
 from alto.cluster.attempt import Ending
-from alto.cluster.base import Outcome
+from alto.cluster.base import Outcome, TaskTicket
 from alto.errors import (
     AltoError,
     DeviceMemoryError,
@@ -53,17 +53,13 @@ class HostedRun:
 
     Attributes:
         number: Unique in the process.
+        ticket: The task.
         is_interrupted: Returns whether to stop; each call is a sign of life.
-        tenant: Tenant that submitted the task.
-        trust_remote_code: Whether the user allows code of the base model if the task sets this key too.
     """
 
     number: int
-    run_dir: str
+    ticket: TaskTicket
     is_interrupted: Callable[[], bool]
-    tenant: str = ""
-    priority: int = 0
-    trust_remote_code: bool = False
 
 
 class Host(Protocol):
@@ -117,9 +113,8 @@ def work_alone(entry: Entry | type[Host], run_dir: str, is_interrupted: Callable
     if not isinstance(entry, type):
         return entry(run_dir, is_interrupted)
     host = entry()
-    host.attach(
-        HostedRun(number=0, run_dir=run_dir, is_interrupted=is_interrupted, trust_remote_code=trusts_remote_code())
-    )
+    ticket = TaskTicket(task=run_dir, run_dir=run_dir, entry=entry.__name__, trust_remote_code=trusts_remote_code())
+    host.attach(HostedRun(number=0, ticket=ticket, is_interrupted=is_interrupted))
     while not (ended := host.turn()):
         pass
     return notices_of(ended[0])

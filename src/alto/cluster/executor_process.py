@@ -117,7 +117,7 @@ class ExecutorProcess:
             OSError: The order cannot be written.
         """
         self.base = launch.base or self.base
-        return self._orders.work(launch, attempt)
+        return self._orders.work(launch.ticket, attempt)
 
     def ended(self, number: int) -> EndReport | None:
         """Return its report on the end of an order's attempt; None if there is none yet."""

@@ -10,8 +10,8 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+from alto.cluster.base import TaskTicket
 from alto.cluster.controller import Controller, interruption
-from alto.cluster.submission import Submission, TaskRun
 from alto.errors import AltoError, QueueCommandError, RunBusyError, RunWriteError, UntrustedCodeError
 from alto.records import TaskEstimate
 from alto.runs import (
@@ -34,11 +34,11 @@ class QueueIntake:
     """Functions and settings that turn a task into a run of a queue.
 
     Attributes:
-        entry: Entry of its executors; see :class:`alto.cluster.Launch`.
-        is_parallel: See :class:`alto.cluster.TaskRun`.
+        entry: Entry of its executors; see :class:`alto.cluster.TaskTicket`.
+        is_parallel: See :class:`alto.cluster.TaskTicket`.
         check: Raises an error for an invalid task.
         estimate: Returns the estimate of a submitted task.
-        base_of: Returns the key of a task's base model; see :class:`alto.cluster.Launch`.
+        base_of: Returns the key of a task's base model; see :class:`alto.cluster.TaskTicket`.
         trusted: Tasks of the queue that may run the Python code of their base models.
         trusts_commands: Whether tasks that other processes submit may do so too.
     """
@@ -86,7 +86,7 @@ class LiveQueue:
         entries, _ = self._queue_dir.read()
         self._journal_what_is_missing(entries)
         self._controller.begin(
-            [self._submission(entry) for entry in entries if entry.task not in finished and not entry.is_cancelled]
+            [self._ticket(entry) for entry in entries if entry.task not in finished and not entry.is_cancelled]
         )
 
     def submit(self, task: Task, *, tenant: str, priority: int) -> str:
@@ -104,8 +104,8 @@ class LiveQueue:
             AltoError: The task has an error.
             QueueCommandError: The queue accepts no more tasks.
         """
-        command = _Submit(task=task, tenant=tenant, priority=priority, estimate=self._intake.estimate(task))
-        return self._controller.call(lambda: self._submit(command, trusts=task.needs_trust))
+        task, estimate = task.replace(tenant=tenant, priority=priority), self._intake.estimate(task)
+        return self._controller.call(lambda: self._submit(task, estimate, trusts=task.needs_trust))
 
     def cancel(self, task: str) -> None:
         """Cancel a task: remove it from the queue, or let its executor save and end.
@@ -196,14 +196,8 @@ class LiveQueue:
                 f"{what}: expected a task {which}, or a queue that "
                 "allows it, found neither; start the queue with: alto run --wait-for-tasks --trust-remote-code"
             )
-        asked = _Submit(
-            task=task,
-            tenant=command.tenant,
-            priority=command.priority,
-            estimate=estimate,
-            command=command.id,
-        )
-        return self._submit(asked, trusts=self._intake.trusts_commands)
+        task = task.replace(tenant=command.tenant, priority=command.priority)
+        return self._submit(task, estimate, command=command.id, trusts=self._intake.trusts_commands)
 
     def _read(self, command: QueueCommand) -> tuple[Task, TaskEstimate]:
         """Return the task that a command submits, and its estimate.
@@ -222,7 +216,7 @@ class LiveQueue:
                 f"{type(error).__name__}: {error}; correct it, then submit it again"
             ) from error
 
-    def _submit(self, asked: _Submit, *, trusts: bool) -> str:
+    def _submit(self, task: Task, estimate: TaskEstimate, *, command: str = "", trusts: bool) -> str:
         if self._has_completed:
             raise QueueCommandError("expected a queue that takes tasks, found one that has completed; start a new one")
         if not self._takes_tasks:
@@ -230,24 +224,22 @@ class LiveQueue:
                 "expected a queue that takes tasks, found one that accepts no more and ends with its last task "
                 "(alto drain --when-done); start a new one"
             )
-        self._intake.check(asked.task)
+        self._intake.check(task)
         entries, _ = self._queue_dir.read()
         entry = QueueEntry(
-            task=unique_name(asked.task.name, {entry.task for entry in entries}),
-            num_gpus=asked.task.num_gpus,
-            duration_s=asked.estimate.duration_s,
-            priority=asked.priority,
-            tenant=asked.tenant,
-            command=asked.command,
-            base=self._intake.base_of(asked.task),
-            sharing=asked.estimate.sharing,
+            task=unique_name(task.name, {entry.task for entry in entries}),
+            num_gpus=task.num_gpus,
+            duration_s=estimate.duration_s,
+            priority=task.priority,
+            tenant=task.tenant,
+            command=command,
+            base=self._intake.base_of(task),
+            sharing=estimate.sharing,
         )
-        submission = self._submission(entry, trusts=trusts)
-        self._controller.check(submission)
-        self._queue_dir.add(entry, asked.task.replace(tenant=asked.tenant, priority=asked.priority))
-        return self._controller.submit(
-            submission.run, tenant=entry.tenant, priority=entry.priority, command=entry.command
-        )
+        ticket = self._ticket(entry, trusts=trusts)
+        self._controller.check(ticket)
+        self._queue_dir.add(entry, task)
+        return self._controller.submit(ticket, command=command)
 
     def _cancel_once(self, command: QueueCommand) -> str:
         entries, _ = self._queue_dir.read()
@@ -260,18 +252,19 @@ class LiveQueue:
         self._queue_dir.cancel(task)
         self._controller.cancel(task, command=command)
 
-    def _submission(self, entry: QueueEntry, *, trusts: bool = False) -> Submission:
-        run = TaskRun(
+    def _ticket(self, entry: QueueEntry, *, trusts: bool = False) -> TaskTicket:
+        return TaskTicket(
             task=entry.task,
             run_dir=str(self._queue_dir.run_of(entry.task).root),
             entry=self._intake.entry,
             num_gpus=entry.num_gpus,
+            is_parallel=self._intake.is_parallel,
             estimate=entry.estimate,
             base=entry.base,
-            is_parallel=self._intake.is_parallel,
+            tenant=entry.tenant,
+            priority=entry.priority,
             trust_remote_code=trusts or entry.task in self._intake.trusted,
         )
-        return Submission(run=run, tenant=entry.tenant, priority=entry.priority)
 
     def _cancel_what_waits(self, finished: Collection[str]) -> None:
         """Record cancellations that were sent while no process worked on the queue, so that these tasks are not started
@@ -306,17 +299,6 @@ class LiveQueue:
                 )
             if entry.is_cancelled and entry.task not in cancelled:
                 self._journal.append(journaled.TaskCancelled(task=entry.task))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Submit:
-    """A task to be added; ``command`` is the id of the command that submits it, empty if this process does."""
-
-    task: Task
-    tenant: str
-    priority: int
-    estimate: TaskEstimate
-    command: str = ""
 
 
 def unique_name(name: str, taken: Collection[str]) -> str:

@@ -19,8 +19,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from pydantic import TypeAdapter
+
 from alto.cluster.attempt import AttemptDir, Ending
-from alto.cluster.base import Launch, Outcome
+from alto.cluster.base import Outcome, TaskTicket
 from alto.spec.outside import read_json
 
 __all__ = ["EndReport", "Orders", "StopOrder", "WorkOrder"]
@@ -33,18 +35,12 @@ class WorkOrder:
     Attributes:
         number: Number of the order, unique in its process.
         attempt_dir: Folder of the attempt, in the run directory.
-        entry: See :class:`alto.cluster.Launch`.
-        tenant: Tenant that submitted the task.
-        trust_remote_code: See :class:`alto.cluster.Launch`.
+        ticket: The task.
     """
 
     number: int
     attempt_dir: str
-    entry: str
-    task: str
-    tenant: str
-    priority: int
-    trust_remote_code: bool
+    ticket: TaskTicket
 
     @property
     def attempt(self) -> AttemptDir:
@@ -66,7 +62,7 @@ class StopOrder:
 
 
 Order = WorkOrder | StopOrder
-_KINDS: dict[str, type[WorkOrder] | type[StopOrder]] = {kind.__name__: kind for kind in (WorkOrder, StopOrder)}
+_KINDS = {kind.__name__: TypeAdapter(kind) for kind in (WorkOrder, StopOrder)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,22 +98,14 @@ class Orders:
 
     # -- the cluster's side ----------------------------------------------------------------------------------------
 
-    def work(self, launch: Launch, attempt: AttemptDir) -> int:
-        """Order to work on the run of ``launch``; return the number of the order.
+    def work(self, ticket: TaskTicket, attempt: AttemptDir) -> int:
+        """Order to work on a task; return the number of the order.
 
         Raises:
             OSError: The order cannot be written.
         """
         self._num_given += 1
-        order = WorkOrder(
-            number=self._num_given,
-            attempt_dir=str(attempt.root),
-            entry=launch.entry,
-            task=launch.task,
-            tenant=launch.tenant,
-            priority=launch.priority,
-            trust_remote_code=launch.trust_remote_code,
-        )
+        order = WorkOrder(number=self._num_given, attempt_dir=str(attempt.root), ticket=ticket)
         self._give(order)
         return order.number
 
@@ -149,7 +137,7 @@ class Orders:
         found: list[Order] = []
         for path in sorted(self.root.glob("order-*.json")):
             ((kind, fields),) = json.loads(path.read_bytes()).items()
-            found.append(_KINDS[kind](**fields))
+            found.append(_KINDS[kind].validate_python(fields))
             path.unlink()
         return found
 

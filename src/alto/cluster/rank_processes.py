@@ -41,7 +41,7 @@ class RankProcesses:
 
     Args:
         attempt: Folder of the attempt, for logs and end reports.
-        entry: Entry that each rank calls; see :class:`alto.cluster.Launch`.
+        entry: Entry that each rank calls; see :class:`alto.cluster.TaskTicket`.
         on_death: Called on a thread `GRACE_S` after a rank has died before its work was done.
     """
 

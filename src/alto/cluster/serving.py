@@ -170,7 +170,7 @@ class Server:
     def _take(self, order: WorkOrder) -> None:
         loaded: list[Entry | type[Host]] = []
         with _output_to(order.attempt):
-            ending = ending_of(lambda: loaded.append(load_entry(order.entry)))
+            ending = ending_of(lambda: loaded.append(load_entry(order.ticket.entry)))
         if not loaded:
             self._report(order, ending)
             return
@@ -201,8 +201,8 @@ class Server:
             with self._request.interrupting() if is_alone else contextlib.nullcontext(), _output_to(attempt.dir):
                 attempt.heartbeat.beat()
                 if isinstance(attempt.entry, type):
-                    attempt.host = self._hosts.get(attempt.order.entry) or attempt.entry()
-                    self._hosts[attempt.order.entry] = attempt.host
+                    name = attempt.order.ticket.entry
+                    attempt.host = self._hosts.setdefault(name, self._hosts.get(name) or attempt.entry())
                     attempt.host.attach(_hosted(attempt))
                     return
                 self._is_reusable = False  # a function may leave anything behind
@@ -229,7 +229,7 @@ class Server:
 
     def _report(self, order: WorkOrder, ending: Ending) -> None:
         # An unknown error may have left anything behind.
-        is_clean = ending.outcome is not Outcome.LOST and not order.trust_remote_code
+        is_clean = ending.outcome is not Outcome.LOST and not order.ticket.trust_remote_code
         self._is_reusable = self._is_reusable and is_clean and not self._request.is_set
         with contextlib.suppress(RunWriteError):
             order.attempt.write_ending(ending)
@@ -278,18 +278,11 @@ def _redirect(stdout: Path, stderr: Path) -> None:
 
 def _hosted(attempt: _Attempt) -> HostedRun:
     order = attempt.order
-    return HostedRun(
-        number=order.number,
-        run_dir=str(attempt.dir.run_dir),
-        is_interrupted=attempt.heartbeat.is_interrupted,
-        tenant=order.tenant,
-        priority=order.priority,
-        trust_remote_code=order.trust_remote_code,
-    )
+    return HostedRun(number=order.number, ticket=order.ticket, is_interrupted=attempt.heartbeat.is_interrupted)
 
 
 def _call(entry: Entry, attempt: _Attempt) -> str | None:
-    os.environ[TRUST_VARIABLE] = str(int(attempt.order.trust_remote_code))
+    os.environ[TRUST_VARIABLE] = str(int(attempt.order.ticket.trust_remote_code))
     return entry(str(attempt.dir.run_dir), attempt.heartbeat.is_interrupted)
 
 

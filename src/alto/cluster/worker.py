@@ -83,8 +83,8 @@ def _work_as_first_rank(orders: Orders, request: StopRequest, size: int, outlive
     redirected = ending_of(lambda: redirect_output(attempt))
     if redirected.outcome is not Outcome.FINISHED:
         end(redirected)
-    os.environ[TRUST_VARIABLE] = str(int(order.trust_remote_code))
-    rank_processes = RankProcesses(attempt, order.entry, size, on_death=end)
+    os.environ[TRUST_VARIABLE] = str(int(order.ticket.trust_remote_code))
+    rank_processes = RankProcesses(attempt, order.ticket.entry, size, on_death=end)
     started = ending_of(rank_processes.start)
     outlive.start()
     if started.outcome is not Outcome.FINISHED:
@@ -117,7 +117,7 @@ def _wait_until_free(order: WorkOrder, request: StopRequest) -> None:
 def _work(order: WorkOrder, heartbeat: Heartbeat, request: StopRequest) -> Ending:
     def work() -> Ending:
         heartbeat.beat()
-        return run_entry(order.entry, str(order.attempt.run_dir), heartbeat.is_interrupted)
+        return run_entry(order.ticket.entry, str(order.attempt.run_dir), heartbeat.is_interrupted)
 
     found: list[Ending] = []
     with request.interrupting():

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from alto.cluster import Cluster, Controller, GuardedSolver, TaskRun, TaskStatus
+from alto.cluster import Cluster, Controller, GuardedSolver, TaskStatus, TaskTicket
 from alto.data import read_task_rows
 from alto.engine.estimates import base_key
 from alto.engine.queue_setup import QueueSetup
@@ -126,7 +126,7 @@ class ControlPlane:
         if estimate.sharing is not None:
             sharing = replace(estimate.sharing, base=f"{estimate.sharing.base} {order.shares_with}")
             estimate = replace(estimate, sharing=sharing)
-        run = TaskRun(
+        ticket = TaskTicket(
             task=order.name,
             run_dir=str(order.run_dir),
             entry=TRAIN,
@@ -135,8 +135,10 @@ class ControlPlane:
             is_parallel=self._setup.is_parallel,
             trust_remote_code=order.task.needs_trust,
             base=f"{base_key(order.task)} {order.shares_with}",
+            tenant=order.tenant,
+            priority=order.priority,
         )
-        self._controller.submit(run, tenant=order.tenant, priority=order.priority)
+        self._controller.submit(ticket)
 
     def cancel(self, name: str) -> None:
         """Remove a run from the queue, or let its executor save and end; return at once.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from alto.cluster import Controller, ExecutorEnded, Outcome, Submission, TaskRun, error_class, open_cluster
+from alto.cluster import Controller, ExecutorEnded, Outcome, Retrying, TaskTicket, error_class, open_cluster
 from alto.data import read_task_rows
 from alto.engine.runner import portable
 from alto.engine.work import PLAN, PLAN_ANEW, PLAN_FILE, TRAIN
@@ -119,15 +119,13 @@ class LaunchedRunner:
         """Run the task with executors, with retries; return how the last one ended, and how many in a row have made no
         progress, including that one."""
         relay = EventRelay(run_dir, self._observers)
-        run = TaskRun(
+        ticket = TaskTicket(
             task=task.name,
             run_dir=str(run_dir.root),
             entry=entry,
             num_gpus=task.num_gpus,
             is_parallel=True,
             trust_remote_code=task.needs_trust,
-            retry_interrupted=False,
-            how_far=lambda: how_far(run_dir),
         )
         with (
             scratch_folder("alto-control-") as folder,
@@ -136,9 +134,14 @@ class LaunchedRunner:
         ):
             queue = Queue(cluster.nodes, _SETTINGS, lambda problem, hint: schedule_tasks(problem, method="fifo"))
             with Controller(
-                cluster, queue, journal, show=relay.observe, is_interrupted=self._is_interrupted
+                cluster,
+                queue,
+                journal,
+                show=relay.observe,
+                is_interrupted=self._is_interrupted,
+                retrying=Retrying(interrupted=False, how_far=how_far),
             ) as controller:
-                controller.begin([Submission(run=run)])
+                controller.begin([ticket])
                 controller.start()
                 with contextlib.suppress(TaskInterruptedError):  # the executor's own end says more
                     controller.wait()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from alto.cluster import Cluster, Controller, Outcome, TaskRun
+from alto.cluster import Cluster, Controller, Outcome, TaskTicket
 from alto.engine.estimates import base_key, estimate_of, known_estimate, remember_estimate
 from alto.engine.work import PLAN, PLAN_ANEW, PLAN_FILE
 from alto.errors import ProfileError
@@ -98,9 +98,9 @@ class Measurement:
                 case TaskRelayed(task=index, entry=JournalEntry(event=MeasuringBegun() as begun)):
                     self.on_measuring(tasks[index], begun)
 
-    def _run(self, index: str, task: Task, folder: Path) -> TaskRun:
+    def _run(self, index: str, task: Task, folder: Path) -> TaskTicket:
         RunDir(folder).begin(task)
-        return TaskRun(
+        return TaskTicket(
             task=index,
             run_dir=str(folder),
             entry=PLAN_ANEW if self.refresh else PLAN,

@@ -46,7 +46,7 @@ class Training:
             RunBusyError: The run cannot share the bank of the others; it must be started again alone.
             AltoError: See :meth:`alto.engine.runner.TaskRunner.opened`.
         """
-        folder = RunDir.open(run.run_dir)
+        folder = RunDir.open(run.ticket.run_dir)
         runner = _runner(lambda: self._is_interrupted(run), folder, check=folder.check_lock)
         attached = _AttachedRun(run)
         with attached.closing_on_error():
@@ -103,7 +103,8 @@ class Training:
     def _weigh(self) -> None:
         """Divide slots and tokens among the runs: first by tenant, then by priority."""
         if self._executor is not None:
-            owners = {str(number): (found.run.tenant, found.run.priority) for number, found in self._runs.items()}
+            tickets = {str(number): found.run.ticket for number, found in self._runs.items()}
+            owners = {name: (ticket.tenant, ticket.priority) for name, ticket in tickets.items()}
             self._executor.weigh(task_weights(owners))
 
 
@@ -118,7 +119,11 @@ class _AttachedRun:
     def open(self, runner: TaskRunner, bank_of: Callable[[TaskContext], SharedBank | None]) -> OpenRun:
         """Open the run; its base model stays loaded until the run is closed."""
         self._opened = self._stack.enter_context(
-            runner.opened(RunDir.open(self.run.run_dir), trust_remote_code=self.run.trust_remote_code, bank_of=bank_of)
+            runner.opened(
+                RunDir.open(self.run.ticket.run_dir),
+                trust_remote_code=self.run.ticket.trust_remote_code,
+                bank_of=bank_of,
+            )
         )
         self._stack.enter_context(_BASE.used())
         return self._opened
@@ -159,8 +164,9 @@ class Planning:
 
     def attach(self, run: HostedRun) -> None:
         """Measure the task of a run; errors as in :meth:`alto.engine.runner.TaskRunner.plan`."""
-        folder, runner = RunDir.open(run.run_dir), _runner(run.is_interrupted, RunDir.open(run.run_dir))
-        task = load_run_task(folder, trust_remote_code=run.trust_remote_code)
+        folder = RunDir.open(run.ticket.run_dir)
+        runner = _runner(run.is_interrupted, folder)
+        task = load_run_task(folder, trust_remote_code=run.ticket.trust_remote_code)
         try:
             found = runner.plan(task, refresh=self.refresh)
         finally:
