@@ -25,10 +25,10 @@ import alto
 from alto.cli import app
 from alto.cluster import Cluster, ClusterEvent, EntryWritten, ExecutorEnded, Launch, Outcome, running_attempt
 from alto.early_exit import audit
-from alto.engine.estimates import base_key, estimate_of
+from alto.engine.estimates import UNKNOWN_DURATION_S, base_key, estimate_of
 from alto.engine.measuring import Measurement
 from alto.engine.queue_setup import unique_names
-from alto.engine.queues import UNKNOWN_DURATION_S, _saving
+from alto.engine.queues import _saving
 from alto.engine.work import PLAN_ANEW, PLAN_FILE
 from alto.errors import (
     DataFileNotFoundError,

@@ -12,7 +12,7 @@ import openai
 import pytest
 from services import ROWS, Served, served, wait_for
 
-from alto.engine.control_plane import UNKNOWN_DURATION_S
+from alto.engine.estimates import UNKNOWN_DURATION_S
 from alto.errors import DataError
 from alto.records import DataPreview
 from alto.runs import RunDir, load_run_task

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from alto.cluster import Cluster, Controller, GuardedSolver, TaskStatus, TaskTicket
+from alto.cluster import Cluster, Controller, TaskStatus, TaskTicket
 from alto.data import read_task_rows
-from alto.engine.estimates import base_key
-from alto.engine.queue_setup import QueueSetup
+from alto.engine.estimates import UNKNOWN_DURATION_S, base_key
+from alto.engine.queue_setup import QueueSetup, replanning
 from alto.engine.runner import portable
 from alto.engine.work import TRAIN
 from alto.records import TaskEstimate
@@ -22,15 +22,9 @@ from alto.spec import Task
 
 __all__ = ["ControlPlane", "OrderState", "RunOrder", "checked_task", "opened_control_plane"]
 
-REPLAN_S = 1.0
-REPLAN_GAP = 0.01
-
 MAX_PLANNED = 32
 """When more runs than this wait, each plan covers only the runs that start now, so that GPUs do not wait for a
 solver."""
-
-UNKNOWN_DURATION_S = 3600.0
-"""Estimated duration of a task without a measurement; updated from the task's own speed once it trains."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,7 +211,7 @@ def opened_control_plane(setup: QueueSetup, root: Path, *, method: str = "cp-sat
     with (
         folder.locked(),
         setup.opened() as cluster,
-        GuardedSolver(method, time_limit_s=REPLAN_S, gap=REPLAN_GAP) as solve,
+        replanning(method) as solve,
         Journal(folder.journal_file, check=folder.check_lock) as journal,
     ):
         settings = QueueSettings(quotas=quotas, max_planned=MAX_PLANNED)

@@ -20,7 +20,11 @@ from alto.records import MAX_DURATION_S, MIN_DURATION_S, Sharing, TaskEstimate, 
 from alto.spec import Task
 from alto.spec.outside import is_number
 
-__all__ = ["base_key", "estimate_of", "known_estimate", "remember_duration", "remember_estimate"]
+__all__ = ["UNKNOWN_DURATION_S", "base_key", "estimate_of", "known_estimate", "remember_duration", "remember_estimate"]
+
+UNKNOWN_DURATION_S = 3600.0
+"""Estimated duration of a task that is submitted to a running queue without a cached measurement; updated from the
+task's own speed once it trains."""
 
 _SCHEDULING = ("name", "priority", "report_to", "share_executor", "keep")
 """Keys of a task that do not affect its estimate. The tenant is not among them: a shared estimate would reveal to one

@@ -19,7 +19,7 @@ from alto.cluster import (
     past_ends,
 )
 from alto.data import read_task_rows
-from alto.engine.estimates import base_key
+from alto.engine.estimates import UNKNOWN_DURATION_S, base_key
 from alto.engine.gpus import STRATEGIES
 from alto.engine.measuring import Measurement
 from alto.engine.objects import IN_A_QUEUE, check_has_id
@@ -50,10 +50,6 @@ from alto.spec import Task
 __all__ = ["QueueRunner"]
 
 LOCAL = "local"
-
-UNKNOWN_DURATION_S = 3600.0
-"""Estimated duration of a task that is submitted to a running queue without a cached measurement; updated from the
-task's own speed once it trains."""
 
 
 class QueueRunner:

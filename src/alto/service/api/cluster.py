@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter
 from sqlalchemy import func, select
 
-from alto.engine.control_plane import UNKNOWN_DURATION_S
+from alto.engine.estimates import UNKNOWN_DURATION_S
 from alto.records import Gpu, Placement
 from alto.runs import QueueHistory
 from alto.runs.queue_history import TaskHistory
