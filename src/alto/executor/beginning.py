@@ -1,8 +1,9 @@
-"""The first journal events of a task that starts or is resumed."""
+"""The beginning of a task that starts or is resumed, with its first journal events."""
 
 from __future__ import annotations
 
 import platform
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,9 +12,11 @@ from alto.backbone import Backbone, device_name
 from alto.data import TaskData
 from alto.early_exit import rung_notes
 from alto.executor.context import TaskContext
+from alto.executor.evaluations import evaluate_base
+from alto.executor.lifecycle import JobLifecycle
 from alto.executor.model_notes import model_notes
 from alto.executor.profiling.disk import disk_bytes, disk_notes, free_bytes
-from alto.executor.recorder import describe_job
+from alto.executor.recorder import JournalRecorder, describe_job
 from alto.executor.recovery import ResumeState, data_fingerprints, refit_fact
 from alto.executor.task_state import TaskState
 from alto.records import TaskPlan, Throughput
@@ -23,7 +26,13 @@ from alto.spec import BaseModelSpec
 from alto.spec.metric import metric_notes
 from alto.version import version_of
 
-__all__ = ["RunStart", "begin_events", "compile_notes", "resume_event"]
+__all__ = ["RunStart", "begin_task", "compile_notes"]
+
+_REPORT_EVERY_S = 5.0
+"""Seconds between two events about kernels that are being compiled."""
+
+FROM_CHECKPOINT = "from_checkpoint"
+"""Journal reason of an admission that the scheduler did not plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +65,43 @@ class RunStart:
         return next((event.throughput for event in events if isinstance(event, ProfileMeasured)), None)
 
 
-def begin_events(state: TaskState, start: RunStart) -> Iterator[Event]:
+def begin_task(state: TaskState, start: RunStart, recorder: JournalRecorder, lifecycle: JobLifecycle) -> None:
+    """Record that a task begins, or restore its jobs from the last checkpoint."""
+    first = [_resume_event(state, start)] if start.is_resumed else _begin_events(state, start)
+    recorder.begin(first, start.resume_state.refusal)
+    _compile_kernels(state, recorder)
+    if start.is_resumed:
+        _restore_jobs(state, start, lifecycle)
+    else:
+        with state.stopwatch.timing("evaluation"):
+            evaluate_base(state, recorder)
+
+
+def _compile_kernels(state: TaskState, recorder: JournalRecorder) -> None:
+    """Compile the kernels that the first step would otherwise wait for, and record the progress."""
+    configs = [job.config for job in state.jobs.values()]
+    began_s = reported_s = time.monotonic()
+    for done, total in state.trainer.compile_kernels(configs):
+        now_s = time.monotonic()
+        if done in (0, total) or now_s - reported_s >= _REPORT_EVERY_S:
+            reported_s = now_s
+            recorder.kernels_compiled(done, total, now_s - began_s)
+
+
+def _restore_jobs(state: TaskState, start: RunStart, lifecycle: JobLifecycle) -> None:
+    """Restore every job as the checkpoint recorded it."""
+    assert start.resume_state.checkpoint is not None
+    for job_id, saved in start.resume_state.checkpoint.jobs.items():
+        job = state.jobs[job_id]
+        job.step = job.saved_step = saved.step
+        job.saved_best_step = saved.best_step
+        job.is_resumable = saved.is_resumable
+        # If the bank now has fewer slots, or a job of another task in this slot, the job stays parked.
+        if saved.slot is not None and state.slot_manager.is_free(saved.slot):
+            lifecycle.admit(job, saved.slot, FROM_CHECKPOINT)
+
+
+def _begin_events(state: TaskState, start: RunStart) -> Iterator[Event]:
     """Yield the events before the first job is admitted: the task's description, its expected memory and duration."""
     context, jobs = state.context, list(state.jobs.values())
     task, data, configs = context.task, context.data, [job.config for job in jobs]
@@ -114,7 +159,7 @@ def _described(data: TaskData, fingerprints: dict[str, str]) -> dict[str, Any]:
     return {**data.counts(), **how, **fingerprints}
 
 
-def resume_event(state: TaskState, start: RunStart) -> TaskResumed:
+def _resume_event(state: TaskState, start: RunStart) -> TaskResumed:
     """Return the event of a resumed run. It describes the base model if the journal does not yet."""
     return TaskResumed(
         notes=start.resume_state.notes,

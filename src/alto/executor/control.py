@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from typing import Self
 
 from alto.errors import AltoError, JobCommandError, RunBusyError, RunWriteError
-from alto.executor.base_evaluation import start_like_others
 from alto.executor.clone import clone_job, describe_changes
 from alto.executor.job_state import JobState
-from alto.executor.lifecycle import JobLifecycle
+from alto.executor.lifecycle import JobLifecycle, start_like_others
 from alto.executor.recorder import JournalRecorder
 from alto.executor.recovery import ResumeState
 from alto.executor.task_state import TaskState

@@ -104,22 +104,27 @@ class Executor:
                 checkpoints.
         """
         self._ended = {}
-        for name, session in list(self.sessions.items()):
-            self._within(name, self._prepare, name, session)
-        for name, session in list(self.sessions.items()):
-            self._within(name, session.check_jobs)  # a clone that was just added may have needed a larger bank
-        if self.sessions:
-            self._admit()
-            self._step({name: active for name, session in self.sessions.items() if (active := session.state.active())})
-        for name, session in list(self.sessions.items()):
-            self._within(name, session.save_if_due)
+        self._apply_commands_and_decide_rungs()
+        self._conclude_finished()
+        self._admit_jobs()
+        self._step_and_evaluate()
+        self._save_if_due()
         return self._ended
 
     # -- one turn ------------------------------------------------------------------------------------------------
 
-    def _prepare(self, name: str, session: TaskSession) -> None:
-        if session.prepare():
-            return
+    def _apply_commands_and_decide_rungs(self) -> None:
+        for name, session in list(self.sessions.items()):
+            self._run_isolated(name, session.prepare)
+
+    def _conclude_finished(self) -> None:
+        for name, session in list(self.sessions.items()):
+            if session.is_finished:
+                self._run_isolated(name, self._conclude, name, session)
+            else:
+                self._run_isolated(name, session.check_jobs)  # a new clone may have needed a larger bank
+
+    def _conclude(self, name: str, session: TaskSession) -> None:
         try:
             session.conclude()
         finally:
@@ -127,7 +132,11 @@ class Executor:
                 self.bank.reinject()  # the finished adapters were injected into the same base model
         self._end(name, None)
 
-    def _admit(self) -> None:
+    def _save_if_due(self) -> None:
+        for name, session in list(self.sessions.items()):
+            self._run_isolated(name, session.save_if_due)
+
+    def _admit_jobs(self) -> None:
         """Divide the slots among the sessions. Sessions with too many slots free theirs first."""
         shares: Mapping[str, int | None] = dict.fromkeys(self.sessions)
         if len(self.sessions) > 1:
@@ -139,7 +148,7 @@ class Executor:
             taken = frozenset(
                 slot for other, mine in self.sessions.items() if other != name for slot in mine.state.slots()
             )
-            self._within(name, session.admit_jobs, shares[name], taken)
+            self._run_isolated(name, session.admit_jobs, shares[name], taken)
 
     def _choose(self, ready: Mapping[str, Sequence[JobState]]) -> Mapping[str, Sequence[JobState]]:
         """Return the sessions that train in the next step, with their jobs."""
@@ -148,8 +157,9 @@ class Executor:
         costs = {name: sum(job.step_tokens for job in active) for name, active in ready.items()}
         return {name: ready[name] for name in self._shares.choose(costs, self._weights)}
 
-    def _step(self, ready: Mapping[str, Sequence[JobState]]) -> None:
-        """Run one training step. ``ready`` holds the jobs that could train, by session."""
+    def _step_and_evaluate(self) -> None:
+        """Run one training step of the sessions whose turn it is, then evaluate the jobs that are due."""
+        ready = {name: active for name, session in self.sessions.items() if (active := session.state.active())}
         jobs_of = self._choose(ready)
         jobs = [job for active in jobs_of.values() for job in active]
         if not jobs:
@@ -180,10 +190,10 @@ class Executor:
         stepped = {name: [job for job in active if trainer.has_stepped(job)] for name, active in jobs_of.items()}
         self._count(stepped, ready)
         for name, active in stepped.items():
-            self._within(name, self.sessions[name].stepped, [(job, *losses_of[id(job)]) for job in active])
+            self._run_isolated(name, self.sessions[name].stepped, [(job, *losses_of[id(job)]) for job in active])
         if no_memory is not None:
             for name, session in list(self.sessions.items()):
-                self._within(name, session.save)
+                self._run_isolated(name, session.save)
             raise no_memory
         for name in failures.keys() & self.sessions.keys():  # only now, so that the finished step is counted
             self._end(name, failures[name])
@@ -229,7 +239,7 @@ class Executor:
         """
         if isinstance(error, RowTooLargeError):
             owner = next(name for name, active in jobs_of.items() if any(job.slot == error.slot for job in active))
-            self._within(owner, self.sessions[owner].row_too_large, error)
+            self._run_isolated(owner, self.sessions[owner].row_too_large, error)
             return
         if len(self.sessions) == 1 or isinstance(error, torch.AcceleratorError):  # then the device cannot be used again
             raise error
@@ -247,7 +257,7 @@ class Executor:
 
     # -- the ends of sessions ------------------------------------------------------------------------------------
 
-    def _within(self, name: str, work: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+    def _run_isolated(self, name: str, work: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
         """Do the work of one session; an error ends the session."""
         if name not in self.sessions:
             return

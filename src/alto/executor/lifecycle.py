@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from alto.errors import DeviceMemoryError
-from alto.executor.base_evaluation import start_like_others
 from alto.executor.job_state import JobState
 from alto.executor.memory_errors import RowTooLargeError
 from alto.executor.recorder import JournalRecorder
@@ -11,9 +10,9 @@ from alto.executor.tally import Evaluated
 from alto.executor.task_state import TaskState
 from alto.records import ExitDecision, ExitReason
 from alto.runs import RunDir
-from alto.spec.metric import loss_scale
+from alto.spec.metric import LOSS, loss_scale
 
-__all__ = ["JobLifecycle"]
+__all__ = ["JobLifecycle", "start_like_others"]
 
 
 class JobLifecycle:
@@ -192,3 +191,25 @@ class JobLifecycle:
             state.slot_manager.remove_predecessors(state.jobs.values())
         ranks.barrier()  # until the journal is on disk too
         state.slot_manager.commit()
+
+
+def start_like_others(clone: JobState, state: TaskState, recorder: JournalRecorder) -> None:
+    """Give a clone or suggestion that begins with new weights the start value of a job with the same objective
+    settings.
+
+    Args:
+        clone: A job that was just added to the task.
+        state: State of the task; its selection keeps the value.
+        recorder: Writes the value into the journal.
+    """
+    metric = state.context.task.metric
+    for job in state.jobs.values():
+        start = state.selection.start_of(job.id)
+        if start is not None and job.config.objective == clone.config.objective:
+            state.selection.observe_base(clone.id, start)
+            metrics = {} if metric == LOSS else {metric: start.score}
+            rows = {metric: start.score_rows} if start.score_rows else {}
+            rows = {LOSS: start.loss_rows} if start.loss_rows else rows
+            known = Evaluated(loss=start.validation_loss, metrics=metrics, rows=rows)
+            recorder.base_evaluated([([clone.id], known, None)], state.context)
+            return

@@ -13,26 +13,36 @@ import torch
 
 from alto.backbone import Backbone, is_out_of_memory, load_backbone
 from alto.early_exit import Selection, selection_of
-from alto.errors import DeviceMemoryError
+from alto.errors import DeviceMemoryError, TaskInterruptedError
+from alto.executor.beginning import RunStart
+from alto.executor.conclusion import Hooks
 from alto.executor.context import TaskContext
 from alto.executor.job_state import JobState, initial_states
 from alto.executor.micro_batches import MicroBatches, OnMemoryEvent
 from alto.executor.planned_job import PlannedJob
 from alto.executor.ranks import Ranks
+from alto.executor.recorder import JournalRecorder
 from alto.executor.recovery import ResumeState, check_data, check_jobs, check_start
 from alto.executor.references import find_references
 from alto.executor.shared_bank import SharedBank
 from alto.executor.slot_manager import SlotManager
 from alto.executor.stopwatch import Stopwatch
 from alto.executor.task_state import TaskState
-from alto.runs import RunDir
+from alto.runs import RunDir, resume_command
 from alto.runs.events import JobAdded, JobExited, JobReopened, ReferenceFact
 from alto.spec import BaseModelSpec, Job, Task
 from alto.spec.base_model import LOAD_IN_4BIT
 from alto.spec.metric import loss_scale
 from alto.spec.validation import plain
 
-__all__ = ["build_state", "check_resumable", "load_base", "max_tokens_per_pass", "with_references"]
+__all__ = [
+    "build_state",
+    "check_resumable",
+    "load_base",
+    "max_tokens_per_pass",
+    "state_before_training",
+    "with_references",
+]
 
 
 def load_base(
@@ -62,6 +72,40 @@ def load_base(
             f"model: expected memory for the base model {spec.id!r} ({share}) on {device}, found less; set num_gpus "
             f"to more than {ranks.size}, so that each GPU holds a part, or {LOAD_IN_4BIT}"
         ) from error
+
+
+def state_before_training(
+    context: TaskContext, recorder: JournalRecorder, start: RunStart, hooks: Hooks, bank: SharedBank | None
+) -> TaskState:
+    """Run the stages between the context and the training; for arguments and errors see
+    :meth:`alto.executor.TaskSession.build`."""
+    ranks, resume_state = context.ranks, start.resume_state
+
+    def stop_if_asked() -> None:
+        if ranks.broadcast(hooks.is_interrupted(), bool):
+            raise TaskInterruptedError(
+                "stopped on request while reference log-probs were precomputed; the finished ones are on disk; "
+                f"continue with: {resume_command(start.run_dir.root)}"
+            )
+
+    check_resumable(context, resume_state)
+    micro_batches = MicroBatches(
+        max_tokens_per_pass(context, resume_state),
+        recorder.memory_ran_out,
+        can_retry=ranks.is_alone,
+        is_padded=context.backbone.is_padded,
+    )
+    context = with_references(
+        context, micro_batches, stop_if_asked, bank.reinject if bank is not None else lambda: None
+    )
+    return build_state(
+        context,
+        resume_state,
+        start.run_dir,
+        bank,
+        max_tokens_per_pass=micro_batches.max_tokens,
+        on_memory_event=recorder.memory_ran_out,
+    )
 
 
 def max_tokens_per_pass(context: TaskContext, resume_state: ResumeState) -> int:

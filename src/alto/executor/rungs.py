@@ -1,4 +1,4 @@
-"""Scores the answers of jobs at a rung, before the rung is decided."""
+"""Rungs: the answers of jobs are scored if the task asks for it, then the rung is decided."""
 
 from __future__ import annotations
 
@@ -8,14 +8,38 @@ from pathlib import Path
 
 from alto.early_exit import scores_of
 from alto.executor.conclusion import Judge
+from alto.executor.lifecycle import JobLifecycle
 from alto.executor.recorder import JournalRecorder
 from alto.executor.task_state import TaskState
-from alto.records import Standing
+from alto.records import RungResult, Standing
 
-__all__ = ["score_rung"]
+__all__ = ["hold_rung"]
 
 
-def score_rung(
+def hold_rung(
+    state: TaskState,
+    recorder: JournalRecorder,
+    lifecycle: JobLifecycle,
+    judge: Judge | None,
+    stop_if_asked: Callable[[], None],
+) -> RungResult:
+    """Decide the next rung, which all jobs have reached, and end the jobs that it drops; for the arguments see
+    :func:`_score_rung`."""
+    selection = state.selection
+    rung, index = selection.next_rung, selection.rungs_held
+    assert rung is not None
+    # The selection counts the steps of a job that ran ahead, so the journal records them too.
+    for job in state.jobs.values():
+        recorder.losses(job)
+    _score_rung(state, recorder, judge, stop_if_asked)
+    result = selection.select()
+    recorder.rung_held(index, rung, result)
+    for decision in result.dropped:
+        lifecycle.end(state.jobs[decision.job], decision)
+    return result
+
+
+def _score_rung(
     state: TaskState, recorder: JournalRecorder, judge: Judge | None, stop_if_asked: Callable[[], None]
 ) -> None:
     """Score the jobs at the next rung if the task names this rung in ``select_by.at``. The selection and the journal
