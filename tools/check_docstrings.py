@@ -8,6 +8,7 @@ ruff's rule D401 finds verbs that are not imperatives; this finds what it takes 
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -21,9 +22,12 @@ NOWHERE = frozenset({"As", "Of", "That", "Those", "What", "Which", "Whose"})
 """Words that begin no docstring and no entry of one."""
 
 NO_VERBS = frozenset(
-    """A All An And Any At Both But By Each Either Every Everything For From How If In It Its Many Most Neither No Not
+    re.findall(
+        r"\w+",
+        """A All An And Any At Both But By Each Either Every Everything For From How If In It Its Many Most Neither No Not
     Nothing On One Only Other Others Several So Some The Their Them These They This To Two Under When Where Whether Who
-    Why With Without""".split()
+    Why With Without""",
+    )
 )
 """Words that begin no docstring of a function: it begins with a verb in the imperative."""
 
@@ -77,8 +81,7 @@ def _is_function(node: ast.AST) -> bool:
 
 def _attributes(body: Iterable[ast.stmt]) -> Iterator[tuple[ast.stmt, ast.Constant]]:
     """Yield assignments and the strings below them, which describe them."""
-    statements = list(body)
-    for statement, after in zip(statements, statements[1:], strict=False):
+    for statement, after in itertools.pairwise(body):
         if isinstance(statement, ast.Assign | ast.AnnAssign) and (string := _string(after)):
             yield statement, string
 
