@@ -24,9 +24,9 @@ NOWHERE = frozenset({"As", "Of", "That", "Those", "What", "Which", "Whose"})
 NO_VERBS = frozenset(
     re.findall(
         r"\w+",
-        """A All An And Any At Both But By Each Either Every Everything For From How If In It Its Many Most Neither No Not
-    Nothing On One Only Other Others Several So Some The Their Them These They This To Two Under When Where Whether Who
-    Why With Without""",
+        """A All An And Any At Both But By Each Either Every Everything For From How If In It Its Many Most Neither No
+        Not Nothing On One Only Other Others Several So Some The Their Them These They This To Two Under When Where
+        Whether Who Why With Without""",
     )
 )
 """Words that begin no docstring of a function: it begins with a verb in the imperative."""

@@ -40,7 +40,7 @@ class Controller:
         show: Called with every journal entry of the tasks' runs, wrapped in a `TaskRelayed`; must return at once.
         is_interrupted: Called in every turn; once it returns true, running executors save and end, as after
             :meth:`drain`.
-        retrying: Which ended executors are started again.
+        retrying: Rules for starting a task again after its executor has ended.
         clock: In seconds; never runs backwards.
     """
 

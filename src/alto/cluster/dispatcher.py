@@ -98,7 +98,7 @@ class Dispatcher:
         queue: Made for the cluster's nodes; nothing has been submitted to it yet.
         journal: Records the events of the tasks.
         show: Called with every journal entry of the tasks' runs, wrapped in a `TaskRelayed`.
-        retrying: Which ended executors are started again; None starts interrupted executors again.
+        retrying: Rules for starting a task again; None starts interrupted executors again.
         clock: In seconds; never runs backwards.
     """
 
