@@ -22,12 +22,18 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2Attention
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttention
 
 from alto.backbone import Backbone, borrowed
-from alto.backbone.fused_forward import FusedForward
-from alto.backbone.fused_mlps import linear_names, why_unfused
-from alto.backbone.fused_norms import fused_norm, norm_signature
-from alto.backbone.fused_rotary import FusedRotary, fused_rotation, rotating_function
+from alto.backbone.fused_modules import (
+    FusedForward,
+    FusedRotary,
+    fused_norm,
+    fused_rotation,
+    linear_names,
+    norm_signature,
+    rotating_function,
+    why_unfused,
+)
 from alto.kernels import layer_triton
-from alto.spec.base_objects import BaseObjects
+from alto.spec.base_model import BaseObjects
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LENGTHS = (9, 1, 14)

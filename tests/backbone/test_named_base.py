@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from alto.backbone import base_differences, base_fingerprint, borrowed, find_named_base, object_fingerprint
 from alto.spec import BaseModelSpec
-from alto.spec.base_objects import BaseObjects
+from alto.spec.base_model import BaseObjects
 
 
 @pytest.fixture(scope="module")

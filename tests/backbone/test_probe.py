@@ -59,8 +59,7 @@ from transformers import (
 
 import alto.backbone.probe as probe
 from alto.backbone import Backbone
-from alto.backbone.float32 import can_widen, in_float32
-from alto.backbone.windows import LARGEST_SMALL_WINDOW, find_patterns, small_windows
+from alto.backbone.probe import LARGEST_SMALL_WINDOW, can_widen, find_patterns, in_float32, small_windows
 from alto.errors import UnsupportedModelError
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")

@@ -15,7 +15,7 @@ from alto.errors import AltoError, SpecError
 from alto.spec import EarlyExit, JobConfig, Task, load_task
 from alto.spec.job_config import MAPPING_FIELDS
 from alto.spec.keys import FIELD_DEFAULTS
-from alto.spec.objectives import DpoSettings
+from alto.spec.objective_settings import DpoSettings
 
 TASK = "model: alto-tiny\ndataset: train.jsonl\n"
 BITS = "0x" + "f" * 5000

@@ -69,7 +69,7 @@ def test_a_plan_says_that_its_time_is_the_budget(task_file: Path):
 
 
 def test_a_plan_says_that_the_disk_may_be_too_small(task_file: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("alto.executor.profiling.disk.free_bytes", lambda folder: 2**10)
+    monkeypatch.setattr("alto.executor.profiling.planning.free_bytes", lambda folder: 2**10)
     found = json.loads(CliRunner().invoke(app, ["plan", str(task_file), "--json"]).output)["tasks"][0]
     assert found["disk_free_bytes"] == 2**10 < found["disk_bytes"]
     assert [note for note in found["notes"] if "of disk space while they train, and 0 MiB are free in" in note]

@@ -10,7 +10,7 @@ from fake_cluster import Clock, FakeCluster
 from journals import entries
 
 from alto.cluster import Cluster, EntryWritten, ExecutorEnded, GpuGone, Launch, Outcome, TaskTicket
-from alto.cluster.checked import CheckedCluster
+from alto.cluster.choice import CheckedCluster
 from alto.errors import ClusterLostError, UnsupportedError
 from alto.records import Gpu, Node
 

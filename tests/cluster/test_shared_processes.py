@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from clusters import Started, is_alive, wait_for
 
+from alto.base import replace_file
 from alto.cluster import Outcome
 from alto.cluster.local import LocalCluster
-from alto.runs import replace_file
 
 
 @pytest.fixture

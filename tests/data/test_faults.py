@@ -10,8 +10,7 @@ import pytest
 from tiny import load_tokenizer, write_rows
 
 from alto.data import preview_rows, read_task_rows
-from alto.data.faults import LIST_LENGTH, FaultList
-from alto.data.rows import FaultKind, RowFault
+from alto.data.rows import LIST_LENGTH, FaultKind, FaultList, RowFault
 from alto.engine import Engine
 from alto.errors import BadRowsError, SpecError
 from alto.spec import Task

@@ -26,7 +26,7 @@ from alto.data.formats import find_layout
 from alto.data.rows import RawRow
 from alto.errors import BadRowsError, DataError, DataFormatError
 from alto.spec import Task
-from alto.spec.chat_template import chat_template_text
+from alto.spec.data_keys import chat_template_text
 
 WEATHER = {"type": "function", "function": {"name": "weather", "description": "Rain.", "parameters": {}}}
 OSLO = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}

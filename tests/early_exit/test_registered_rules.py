@@ -163,7 +163,7 @@ def test_a_package_that_brings_no_rule_is_named(install: Install, old: str, new:
 
 def test_two_packages_with_one_rule_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     both = [EntryPoint(name="x", value=f"{package}:X", group="alto.early_exit_rules") for package in ("b", "a")]
-    monkeypatch.setattr("alto.spec.registry.entry_points", lambda **_: both)
+    monkeypatch.setattr("alto.base.plugins.entry_points", lambda **_: both)
     with pytest.raises(UnsupportedError, match=r"registers 'x', found 2 \(a:X, b:X\); remove all but one"):
         EarlyExit(rules={"x": True})
 
@@ -283,6 +283,6 @@ def test_its_exits_are_in_journal_report_and_replay(
     assert set(replayed.saved_by) == {"plateau"}
 
     # Where the package is not installed, what happened can still be read.
-    monkeypatch.setattr("alto.spec.registry.entry_points", lambda **_: ())
+    monkeypatch.setattr("alto.base.plugins.entry_points", lambda **_: ())
     assert read_history(result.run_dir).jobs["job-000"].exit_reason == "plateau"
     assert CliRunner().invoke(app, ["report", result.run_dir]).exit_code == 0

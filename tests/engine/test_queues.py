@@ -23,10 +23,9 @@ from typer.testing import CliRunner
 
 import alto
 from alto.cli import app
-from alto.cluster import Cluster, ClusterEvent, EntryWritten, ExecutorEnded, Launch, Outcome, running_attempt
+from alto.cluster import Cluster, ClusterEvent, EntryWritten, ExecutorEnded, Launch, Outcome, dispatcher
 from alto.early_exit import audit
-from alto.engine.estimates import UNKNOWN_DURATION_S, base_key, estimate_of
-from alto.engine.measuring import Measurement
+from alto.engine.estimates import UNKNOWN_DURATION_S, Measurement, base_key, estimate_of
 from alto.engine.queue_setup import unique_names
 from alto.engine.queues import _saving
 from alto.engine.work import PLAN_ANEW, PLAN_FILE
@@ -259,7 +258,7 @@ def test_a_wide_task_with_one_job_left_gives_a_slot_to_who_waits_for_it(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Starting again on fewer slots costs a second, however busy the machine is.
-    monkeypatch.setattr(running_attempt.RunningAttempt, "start_s", property(lambda _: 1.0, lambda *_: None))
+    monkeypatch.setattr(dispatcher.RunningAttempt, "start_s", property(lambda _: 1.0, lambda *_: None))
     changes = {"num_train_epochs": 200, "early_exit": {"rungs": [[0.02, 0.5]]}, "checkpoint_interval_s": 60}
     # Of a task whose limits are all set nothing is measured, and it does not know its pace.
     open_limits = {"max_slots": None, "max_tokens_per_step": None, "max_tokens_per_pass": None}

@@ -20,7 +20,7 @@ import alto
 from alto.cli import app
 from alto.data import read_task_rows
 from alto.early_exit import audit
-from alto.engine.refit import refit_task
+from alto.engine.existing_runs import refit_task
 from alto.errors import DataError, NoResultError, RunChangedError, SpecError, TaskInterruptedError, UnsupportedError
 from alto.lora import read_adapter
 from alto.records import JobResult
@@ -291,7 +291,7 @@ def test_a_winner_that_began_with_weights_of_another_is_refused(model: Path, tmp
 
 
 def test_a_winner_of_a_population_that_changed_its_settings_is_refused(tuned: alto.TaskResult) -> None:
-    from alto.engine import refit as module
+    from alto.engine import existing_runs as module
 
     history = read_history(tuned.run_dir)
     winner = history.jobs[tuned.best_job]

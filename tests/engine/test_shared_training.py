@@ -28,7 +28,7 @@ from alto.engine import work
 from alto.engine.estimates import remember_estimate
 from alto.engine.runner import TaskRunner
 from alto.errors import DeviceMemoryError, DiskFullError, RunBusyError, RunWriteError, TaskInterruptedError
-from alto.executor import JobState, TaskSession, rank_share
+from alto.executor import JobState, TaskSession, forward_plan
 from alto.executor.trainer import Trainer
 from alto.lora import eject
 from alto.records import Sharing, TaskEstimate
@@ -267,7 +267,7 @@ def test_rows_that_cannot_be_read_for_the_next_step_end_their_task_in_this_one(
     for number, name in enumerate(("alder", "cedar")):
         hosted(host, number, tasks[name], tmp_path / name)
     rows = host._executor.sessions["1"].state.context.data.train
-    collate, backward = rank_share.collate, Trainer.backward
+    collate, backward = forward_plan.collate, Trainer.backward
     steps_of_cedar = 0
 
     def counted(self: Trainer, jobs: Sequence[JobState]) -> torch.Tensor:
@@ -283,7 +283,7 @@ def test_rows_that_cannot_be_read_for_the_next_step_end_their_task_in_this_one(
         return collate(parts, device)
 
     monkeypatch.setattr(Trainer, "backward", counted)
-    monkeypatch.setattr(rank_share, "collate", broken_after_a_step)
+    monkeypatch.setattr(forward_plan, "collate", broken_after_a_step)
     ended: Mapping[int, BaseException | None] = {}
     while not ended:
         ended = host.turn()

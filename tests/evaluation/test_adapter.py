@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from alto.backbone import Backbone
 from alto.errors import RunError, RunNotFoundError, TargetModuleError, UnsupportedError
-from alto.evaluation.adapter import loaded_adapters
+from alto.evaluation.target import loaded_adapters
 from alto.lora import AdapterWeights, ModuleNames, linear_modules, read_saved_adapter, write_adapter
 from alto.spec import JobConfig
 

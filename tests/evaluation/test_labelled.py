@@ -22,7 +22,7 @@ from transformers import AutoModelForSequenceClassification
 import alto
 from alto.backbone import resolve_model
 from alto.errors import AltoError, BadRowsError, RunError, SpecError
-from alto.evaluation.labelled import label_metrics
+from alto.evaluation.loss import label_metrics
 from alto.records import Evaluation
 from alto.runs import read_history
 

@@ -8,8 +8,8 @@ import pytest
 import scoring_functions
 
 from alto.errors import SpecError
-from alto.evaluation.python_scorer import PythonScorer
 from alto.evaluation.scorers import Answer, ScorerFailedError
+from alto.evaluation.scoring import PythonScorer
 
 ANSWERS = [Answer(prompt=f"p{n}", reference=f"r{n}", answer="x" * n) for n in range(3)]
 

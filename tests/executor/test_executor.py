@@ -20,7 +20,7 @@ from alto.lora import read_adapter
 from alto.records import ExitReason, Rung, TaskOutcome
 from alto.runs import RunDir
 from alto.spec import EarlyExit, Task
-from alto.spec.rungs import rung_step
+from alto.spec.early_exit import rung_step
 
 NUM_TRAIN = 24
 NUM_JOBS = 8

@@ -20,8 +20,7 @@ from alto.backbone import Backbone, load_network
 from alto.data import TaskData, TokenBatch
 from alto.errors import DeviceMemoryError, ModelError, RunError, TaskInterruptedError
 from alto.executor import Hooks, RunStart, TaskContext, TaskSession, recover, references, run_alone
-from alto.executor.memory_errors import MemoryEvent
-from alto.executor.micro_batches import MicroBatches
+from alto.executor.micro_batches import MemoryEvent, MicroBatches
 from alto.executor.references import References, find_references
 from alto.runs import Event, Journal, RunDir, read_events
 from alto.spec import BaseModelSpec, Task

@@ -19,12 +19,12 @@ import alto
 from alto.cli import app
 from alto.errors import RunWriteError, SpecError
 from alto.export import final_summary, write_comparison
-from alto.export.rates import rate_figure
+from alto.export.plain import describe_samples
 from alto.export.report import write_report
-from alto.export.samples import describe_samples
+from alto.export.run_drawings import rate_figure
 from alto.export.tables import job_table
 from alto.runs import RunHistory
-from alto.runs.device_hours import PRICE_VARIABLE, device_hours, price_of_hour
+from alto.runs.progress import PRICE_VARIABLE, device_hours, price_of_hour
 from alto.spec.strict_yaml import read_yaml
 
 SAMPLE = {

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 import alto
 from alto.errors import RunNotFoundError, SpecError
 from alto.lora import HEAD, AdapterWeights, read_saved_adapter, vllm_obstacle, vllm_rank
-from alto.spec.chat_template import TOOLS_TEMPLATE, chat_template_text
+from alto.spec.data_keys import TOOLS_TEMPLATE, chat_template_text
 
 pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]
 

@@ -27,8 +27,7 @@ from transformers import (
 import alto
 from alto.backbone import load_tokenizer
 from alto.errors import ModelError, UnsupportedError
-from alto.exporting.gguf_parameters import add_parameters, architecture_of, rope_factors
-from alto.exporting.gguf_vocabulary import _SPLITTERS, _TEXT, add_vocabulary
+from alto.exporting.gguf import _SPLITTERS, _TEXT, add_parameters, add_vocabulary, architecture_of, rope_factors
 from alto.records import ExportResult
 from alto.spec import BaseModelSpec
 

@@ -12,7 +12,7 @@ import yaml
 from alto.backbone import resolve_model
 from alto.errors import SpecError, UnsupportedError
 from alto.exporting import Rows, Winner
-from alto.exporting.folder import new_folder
+from alto.exporting.export import new_folder
 from alto.exporting.tool_config import write_tool_config
 from alto.importing import import_file, imported_task
 from alto.lora import AdapterWeights, SavedAdapter

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from alto.cli import app
 from alto.errors import SpecError, UnsupportedError
 from alto.importing import TOOLS, import_file, imported_task
-from alto.importing.tools import recognise
+from alto.importing.imported import recognise
 
 
 def test_marks_of_the_tools_are_their_own() -> None:

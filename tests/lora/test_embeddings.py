@@ -18,7 +18,7 @@ from transformers import MambaConfig, MambaForCausalLM, PreTrainedModel
 from alto.backbone import Backbone
 from alto.errors import TargetModuleError, UnsupportedError, UnsupportedModelError
 from alto.evaluation import PeftCheck
-from alto.evaluation.adapter import loaded_adapters
+from alto.evaluation.target import loaded_adapters
 from alto.executor import model_notes
 from alto.kernels import TokenSchedule, choose_backend, slot_embedding_change
 from alto.lora import (

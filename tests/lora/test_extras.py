@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from alto.backbone import Backbone
 from alto.errors import RunError, SpecError, TargetModuleError, UnsupportedError
-from alto.evaluation.adapter import loaded_adapters
 from alto.evaluation.peft_check import PeftCheck
+from alto.evaluation.target import loaded_adapters
 from alto.lora import AdapterWeights, ModuleNames, adapter_shape, bias_notes, read_saved_adapter, write_adapter
 from alto.records import LabelSet
 from alto.spec import JobConfig

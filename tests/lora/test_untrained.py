@@ -8,7 +8,7 @@ from moe_models import MIXTURES, build_mixture
 from peft import LoraConfig, get_peft_model
 
 from alto.lora import find_targets, untrained_notes
-from alto.lora.untrained import peft_all_linear
+from alto.lora.peft_targets import peft_all_linear
 from alto.spec import JobConfig
 
 # PEFT asks transformers for a property under its old name, and does not look for patterns among parameters.

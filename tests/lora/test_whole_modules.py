@@ -18,7 +18,7 @@ from transformers import MambaConfig, MambaForCausalLM, PreTrainedModel
 from alto.backbone import Backbone
 from alto.errors import SpecError, TargetModuleError, UnsupportedError
 from alto.evaluation import PeftCheck
-from alto.evaluation.adapter import loaded_adapters
+from alto.evaluation.target import loaded_adapters
 from alto.executor import model_notes
 from alto.kernels import TokenSchedule
 from alto.lora import (
@@ -29,10 +29,10 @@ from alto.lora import (
     ExtraTensor,
     ModuleNames,
     adapter_shape,
+    heads,
     initial_values,
     inject,
     read_saved_adapter,
-    whole_modules,
     write_adapter,
 )
 from alto.lora import shape as lora_shape
@@ -203,7 +203,7 @@ class TestRefused:
 
     @pytest.mark.parametrize("settings", [{"modules_to_save": BOTH}, {"target_modules": BOTH}])
     def test_a_base_that_is_sharded_over_gpus(self, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-        for module in (lora_shape, whole_modules):  # as FSDP would have it
+        for module in (lora_shape, heads):  # as FSDP would have it
             monkeypatch.setattr(module, "DTensor", torch.nn.Parameter)
         with pytest.raises(UnsupportedError, match="num_gpus"):
             adapter_shape(build_tiny("llama"), JobConfig(**settings))

@@ -362,7 +362,7 @@ def test_one_that_needs_the_reference_takes_pairs_alone(install: Install) -> Non
 
 def test_two_packages_with_one_method_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     both = [EntryPoint(name="simpo", value=f"{package}:SIMPO", group="alto.objectives") for package in ("b", "a")]
-    monkeypatch.setattr("alto.spec.registry.entry_points", lambda **_: both)
+    monkeypatch.setattr("alto.base.plugins.entry_points", lambda **_: both)
     with pytest.raises(UnsupportedError, match=r"registers 'simpo', found 2 \(a:SIMPO, b:SIMPO\); remove all but one"):
         find_objective("simpo")
 

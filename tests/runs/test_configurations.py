@@ -12,7 +12,6 @@ import pytest
 from alto.export import choice_notes
 from alto.records import ExitReason
 from alto.runs import RunHistory
-from alto.runs.configurations import repeated_configurations
 from alto.runs.events import (
     JobAdded,
     JobDescription,
@@ -22,7 +21,7 @@ from alto.runs.events import (
     TaskCompleted,
     TaskStarted,
 )
-from alto.runs.lead import lead_of_winner
+from alto.runs.lead import lead_of_winner, repeated_configurations
 
 LOSSES = {"a1": 1.0, "a2": 3.0, "b1": 1.6, "b2": 1.5, "c1": 4.0, "c2": 2.2}
 

@@ -39,7 +39,7 @@ from alto.runs.events import (
     decode,
     encode,
 )
-from alto.runs.events.fields import ALIASES, KEY_ALIASES, VALUE_ALIASES
+from alto.runs.events.facts import ALIASES, KEY_ALIASES, VALUE_ALIASES
 
 PLAIN: Mapping[Any, st.SearchStrategy[Any]] = {
     str: st.text(max_size=8),

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from alto.base import replace_file
 from alto.errors import RunError, RunExistsError
-from alto.runs import QueueDir, RunDir, queue_dir, replace_file, run_dir
+from alto.runs import QueueDir, RunDir, queue_dir, run_dir
 from alto.spec import Task, load_task
 
 TASK = Task(name="sums", model="alto-tiny", dataset="rows.jsonl", search_space={"lr": [1e-4, 1e-3]}, r=4)

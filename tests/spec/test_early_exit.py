@@ -7,8 +7,7 @@ import pytest
 
 from alto.errors import ConflictingKeysError, SpecError, UnknownKeyError
 from alto.records import Rung
-from alto.spec.early_exit import EarlyExit
-from alto.spec.rungs import PRESETS, places_at
+from alto.spec.early_exit import PRESETS, EarlyExit, places_at
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from alto.errors import SpecError, UnknownKeyError
 from alto.spec.method import OWN_METHODS, find_method, learns_from_pairs
-from alto.spec.objectives import DpoSettings, ObjectiveEntry, ObjectiveSettings, OrpoSettings
+from alto.spec.objective_settings import DpoSettings, ObjectiveEntry, ObjectiveSettings, OrpoSettings
 
 
 def test_methods_of_alto() -> None:

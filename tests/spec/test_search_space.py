@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from alto.errors import ConflictingKeysError, SpecError, UnknownKeyError, UnsupportedError
 from alto.spec import JobConfig, Task
-from alto.spec.auto_space import auto_space, usual_learning_rate
+from alto.spec.expansion import auto_space, usual_learning_rate
 from alto.spec.method import find_method
 from alto.spec.search_space import MAX_JOBS, Sampled, SearchSpace
 

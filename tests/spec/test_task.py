@@ -426,7 +426,7 @@ def test_a_loss_of_several_forms_is_one_configuration():
 
 
 def test_own_methods_ask_no_packages(monkeypatch):
-    monkeypatch.setattr("alto.spec.registry.entry_points", lambda **_: pytest.fail("looked at every package"))
+    monkeypatch.setattr("alto.base.plugins.entry_points", lambda **_: pytest.fail("looked at every package"))
     assert [preferring().method, task().method] == ["dpo", "sft"]
 
 

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from alto import errors
+from alto.base import replace_file
 from alto.cluster import HostedRun
 from alto.errors import TaskInterruptedError
-from alto.runs import Journal, RunDir, cut_journal, read_entries, read_events, replace_file
+from alto.runs import Journal, RunDir, cut_journal, read_entries, read_events
 from alto.runs.events import decode
 
 IsInterrupted = Callable[[], bool]

@@ -7,27 +7,81 @@ import os
 import shutil
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from alto.backbone import attention
 from alto.backbone.fused_layers import FusedLayers, Fusion
-from alto.backbone.limits import length_limit
 from alto.backbone.output_head import HeadTokens, OutputHead
-from alto.backbone.padded_rows import PaddedRows
 from alto.backbone.probe import check_losses, probe, refusing
-from alto.backbone.sequences import Sequences
+from alto.backbone.sequences import PaddedRows, Sequences
 from alto.backbone.sharding import forget_micro_batch, held_bytes
 from alto.errors import UnsupportedError, UnsupportedModelError
 from alto.kernels import layer_functions_on
+from alto.records import ModelLimits
 
-__all__ = ["Backbone"]
+__all__ = ["Backbone", "LengthLimit", "changed_embeddings", "length_limit", "limits_of"]
+
+
+class LengthLimit(NamedTuple):
+    """The length of the longest sequence whose result does not depend on the rest of the forward pass, in tokens, and
+    the reason why longer sequences do."""
+
+    num_tokens: int
+    why: str
+
+
+def length_limit(config: PreTrainedConfig) -> LengthLimit | None:
+    """Return the limit of the model that ``config`` describes; None if it has no limit."""
+    text = config.get_text_config()
+    limits = []
+    rope = getattr(text, "rope_parameters", None) or {}
+    rescales = "rescales the positions of a whole pass by its longest sequence"
+    for settings in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if settings.get("rope_type") == "longrope":
+            limits.append(LengthLimit(int(settings["original_max_position_embeddings"]), rescales))
+        elif settings.get("rope_type") == "dynamic":
+            limits.append(LengthLimit(int(text.max_position_embeddings), rescales))
+    if num_selected := getattr(text, "index_topk", None):
+        why = "attends to index_topk tokens, and its choice among equal scores depends on the padding of the pass"
+        limits.append(LengthLimit(int(num_selected), why))
+    return min(limits, default=None)
+
+
+def limits_of(config: PreTrainedConfig) -> ModelLimits:
+    """Return the limits of the model that ``config`` describes.
+
+    The number of positions is ``max_position_embeddings`` (transformers maps other names, such as ``n_positions``, to
+    it). OPT's table has two more rows, which are not positions. A model with rotary positions also runs on longer rows,
+    but was not trained on them, so the configured limit holds there too. YaRN multiplies the limit by its factor. The
+    number is None if the configuration has no limit: ALiBi, state space models.
+    """
+    text: Any = config.get_text_config()
+    said = getattr(text, "max_position_embeddings", None)
+    positions = said if isinstance(said, int) and said > 0 else None
+    if positions is not None:
+        positions = max(positions, _stretched(text))
+    padding = getattr(text, "pad_token_id", None)
+    return ModelLimits(
+        max_positions=positions,
+        vocab_size=getattr(text, "vocab_size", None),
+        pad_token_id=padding if isinstance(padding, int) else None,
+    )
+
+
+def _stretched(config: Any) -> int:
+    rope = getattr(config, "rope_parameters", None) or {}
+    if not isinstance(rope, dict) or rope.get("rope_type") != "yarn":
+        return 0
+    return int((rope.get("original_max_position_embeddings") or 0) * (rope.get("factor") or 0))
+
 
 _COMPILED = "torch_compile fuses the parts of a layer itself"
 _NO_TRITON = "the backend of the kernels is not Triton"
@@ -339,3 +393,28 @@ def _layers(model: PreTrainedModel, key: str) -> list[Any]:
             "without any; remove the key"
         )
     return layers
+
+
+@contextmanager
+def changed_embeddings(backbone: Backbone, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Apply ``change`` to the output of the embedding layer in forward passes inside the context.
+
+    If the model processes this output further, for example by a factor, it does so after the change, as with the hook
+    of transformers' NEFTune.
+
+    Args:
+        backbone: The base model.
+        change: Takes and returns ``[T, H]``, with the tokens in the order of the batch.
+    """
+
+    def hook(_module: Any, _inputs: Any, output: Tensor) -> Tensor:
+        rows, embedded_PH = backbone.current_rows(), output.flatten(0, -2)
+        if rows is None:
+            return change(embedded_PH).view_as(output)
+        return rows.spread(change(rows.collect(embedded_PH))).view_as(output)
+
+    handle = backbone.model.get_input_embeddings().register_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()

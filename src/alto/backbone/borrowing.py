@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from alto.backbone.memory import release_memory
 from alto.backbone.sharding import is_sharded
 from alto.errors import ModelError, RunBusyError, UnsupportedError
-from alto.spec.base_objects import BaseObjects
+from alto.spec import BaseObjects
 
 __all__ = ["borrowed"]
 

@@ -17,11 +17,20 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from alto.backbone.fused_forward import FusedForward
-from alto.backbone.fused_loss import sample_losses, why_no_kernel
-from alto.backbone.fused_mlps import FusedMlp, linear_names, why_unfused
-from alto.backbone.fused_norms import FusedNorm, fused_norm, norm_signature
-from alto.backbone.fused_rotary import FusedRotary, fused_rotation, rotating_function
+from alto.backbone.fused_modules import (
+    FusedForward,
+    FusedMlp,
+    FusedNorm,
+    FusedRotary,
+    fused_norm,
+    fused_rotation,
+    linear_names,
+    norm_signature,
+    rotating_function,
+    sample_losses,
+    why_no_kernel,
+    why_unfused,
+)
 from alto.backbone.output_head import OutputHead
 
 __all__ = ["FusedLayers", "Fusion"]

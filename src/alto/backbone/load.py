@@ -17,14 +17,11 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrained
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from alto.backbone.backbone import Backbone
-from alto.backbone.model_class import auto_class, check_is_causal
 from alto.backbone.quantised import bitsandbytes_config, unpack_on_use
-from alto.backbone.reading import has_pickle_weights, reading
+from alto.backbone.reading import auto_class, check_is_causal, has_pickle_weights, reading
 from alto.backbone.sharded_load import load_sharded
 from alto.errors import ModelError, ModelNotFoundError, UnsupportedError
-from alto.spec import BaseModelSpec
-from alto.spec.base_model import LOAD_IN_4BIT
-from alto.spec.base_objects import is_object_name
+from alto.spec import LOAD_IN_4BIT, BaseModelSpec, is_object_name
 
 __all__ = [
     "SHIPPED_MODELS",

@@ -20,13 +20,31 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from alto.backbone.fingerprint import named_tensors, weight_files
-from alto.backbone.load import load_config, load_tokenizer, resolve_model
-from alto.backbone.skeleton import build_skeleton
+from alto.backbone.load import load_config, load_network, load_tokenizer, resolve_model
+from alto.backbone.reading import auto_class, reading
+from alto.backbone.sharded_load import parameters_on_meta
 from alto.errors import ModelError
-from alto.spec import BaseModelSpec
-from alto.spec.base_objects import BaseObjects
+from alto.spec import BaseModelSpec, BaseObjects
 
-__all__ = ["NamedBase", "find_named_base"]
+__all__ = ["NamedBase", "build_skeleton", "find_named_base"]
+
+
+def build_skeleton(spec: BaseModelSpec) -> PreTrainedModel:
+    """Build the modules of a base model; weights are not read and take no memory. Return a model given as an object
+    itself.
+
+    Raises:
+        ModelNotFoundError: There is no model of that name, or its configuration is missing.
+        ModelError: Its configuration is not that of a causal LM, or needs ``trust_remote_code``.
+    """
+    if spec.objects is not None:
+        return load_network(spec)
+    config, path = load_config(spec), resolve_model(spec.id)
+    what = "config.json of a causal language model"
+    with reading(spec.id, path, what, "use a base model that transformers supports"), parameters_on_meta():
+        network: PreTrainedModel = auto_class(config).from_config(config, trust_remote_code=spec.trust_remote_code)
+    return network.requires_grad_(False)
+
 
 _DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from importlib.util import find_spec
 from typing import Any
 
@@ -11,11 +12,12 @@ from torch.nn import functional as F
 from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 from transformers.quantizers.base import get_keys_to_not_convert
 
+from alto.backbone.reading import auto_class
 from alto.errors import ModelError, UnsupportedError
-from alto.spec import BaseModelSpec, Quantisation
-from alto.spec.base_model import LOAD_IN_4BIT, QUANTISATION_KEYS, quantisation_keys, quantisation_of
+from alto.spec import LOAD_IN_4BIT, QUANTISATION_KEYS, BaseModelSpec, Quantisation, quantisation_keys, quantisation_of
 
-__all__ = ["QuantisedLinear", "bitsandbytes_config", "plan_packing", "unpack_on_use"]
+__all__ = ["QuantisedLinear", "bitsandbytes_config", "dequantised", "plan_packing", "unpack_on_use"]
+
 
 _PACKAGES = ("bitsandbytes", "accelerate")  # transformers loads bitsandbytes through accelerate
 
@@ -176,3 +178,28 @@ def _quantisation_on_disk(model: str, config: PreTrainedConfig) -> Quantisation:
 
 def _bits(quantisation: Quantisation) -> str:
     return quantisation.removesuffix("bit")
+
+
+def dequantised(network: PreTrainedModel, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """Return a model of the same class with plain linear layers, in the dtype of ``network``; its logits are equal, and
+    it can be saved. If nothing is quantised, return ``network`` itself.
+
+    Args:
+        network: A result of :func:`alto.backbone.load_network`.
+        trust_remote_code: Whether to allow the Python code that comes with the model.
+    """
+    layers = {name: module for name, module in network.named_modules() if isinstance(module, QuantisedLinear)}
+    if not layers:
+        return network
+    config = copy.deepcopy(network.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    plain: Any = auto_class(config).from_config(config, dtype=network.dtype, trust_remote_code=trust_remote_code)
+    packed = {f"{name}.packed" for name in layers}
+    weights: dict[str, Tensor] = {name: value for name, value in network.state_dict().items() if name not in packed}
+    with torch.no_grad():
+        weights |= {f"{name}.weight": layer.weight for name, layer in layers.items()}
+    plain.load_state_dict(weights)
+    plain.generation_config = network.generation_config
+    model: PreTrainedModel = plain.to(network.device).eval().requires_grad_(False)
+    return model

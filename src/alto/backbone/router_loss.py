@@ -22,7 +22,7 @@ from alto.backbone.backbone import Backbone
 from alto.backbone.probe import refusing
 from alto.backbone.sharding import find_body
 from alto.errors import UnsupportedModelError
-from alto.spec.method import find_method
+from alto.spec import find_method
 
 __all__ = ["check_router_loss", "recorded_routers", "router_coefficient", "router_notes", "router_sums"]
 

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
-from alto.backbone.model_class import auto_class
 from alto.backbone.quantised import QuantisedLinear, plan_packing
+from alto.backbone.reading import auto_class
 from alto.backbone.sharding import find_roots, shard
 
 __all__ = ["load_sharded", "parameters_on_meta"]

@@ -9,19 +9,11 @@ from typing import Annotated
 import typer
 
 from alto.cli import (
-    compare,
+    control,
     evaluate,
     export,
-    importing,
-    job,
     listing,
     plan,
-    preview,
-    prune,
-    queue,
-    refit,
-    report,
-    resume,
     run,
     serve,
     show,
@@ -42,23 +34,23 @@ app = typer.Typer(
 _FIRST, _RUNS, _QUEUES, _SERVICE = "A task", "Runs and their adapters", "Many tasks", "A service"
 
 app.command(rich_help_panel=_FIRST)(tune.tune)
-app.command(rich_help_panel=_FIRST)(preview.preview)
+app.command(rich_help_panel=_FIRST)(plan.preview)
 app.command(rich_help_panel=_FIRST)(plan.plan)
-app.command("import", rich_help_panel=_FIRST)(importing.import_tasks)
+app.command("import", rich_help_panel=_FIRST)(plan.import_tasks)
 app.command(rich_help_panel=_RUNS)(show.show)
 app.command("list", rich_help_panel=_RUNS)(listing.list_)
-app.command(rich_help_panel=_RUNS)(resume.resume)
-app.command(rich_help_panel=_RUNS)(refit.refit)
-app.add_typer(job.app, rich_help_panel=_RUNS)
-app.command(rich_help_panel=_RUNS)(report.report)
-app.command(rich_help_panel=_RUNS)(compare.compare)
+app.command(rich_help_panel=_RUNS)(tune.resume)
+app.command(rich_help_panel=_RUNS)(tune.refit)
+app.add_typer(control.app, rich_help_panel=_RUNS)
+app.command(rich_help_panel=_RUNS)(show.report)
+app.command(rich_help_panel=_RUNS)(show.compare)
 app.command("eval", rich_help_panel=_RUNS)(evaluate.evaluate)
 app.command(rich_help_panel=_RUNS)(export.export)
-app.command(rich_help_panel=_RUNS)(prune.prune)
+app.command(rich_help_panel=_RUNS)(listing.prune)
 app.command(rich_help_panel=_QUEUES)(run.run)
-app.command(rich_help_panel=_QUEUES)(queue.submit)
-app.command(rich_help_panel=_QUEUES)(queue.cancel)
-app.command(rich_help_panel=_QUEUES)(queue.drain)
+app.command(rich_help_panel=_QUEUES)(control.submit)
+app.command(rich_help_panel=_QUEUES)(control.cancel)
+app.command(rich_help_panel=_QUEUES)(control.drain)
 app.command(rich_help_panel=_QUEUES)(simulate.simulate)
 app.command(rich_help_panel=_SERVICE)(serve.serve)
 app.add_typer(serve.keys, rich_help_panel=_SERVICE)

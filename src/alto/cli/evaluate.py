@@ -16,10 +16,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from alto.cli.completion import complete_run
-from alto.cli.options import TrustRemoteCode
+from alto.cli.options import TrustRemoteCode, complete_run, reachable, run_to_evaluate
 from alto.cli.output import print_json
-from alto.cli.paths import reachable, run_to_evaluate
 from alto.errors import RunWriteError
 from alto.records import AdapterEvaluation, Evaluation, EvaluationResult, GenerationBackend, Metric, Prediction
 

@@ -10,10 +10,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from alto.cli.completion import complete_run
-from alto.cli.options import AsJson, TrustRemoteCode
+from alto.cli.options import AsJson, TrustRemoteCode, complete_run, reachable
 from alto.cli.output import print_json
-from alto.cli.paths import reachable
 from alto.records import ExportResult, ForeignTool, GgufType
 
 __all__ = ["export"]

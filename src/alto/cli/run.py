@@ -9,9 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from alto.cli.interrupt import catching_signals
 from alto.cli.options import AsJson, OutputDir, Overrides, Quiet, Strategy
-from alto.cli.output import print_error, print_json, print_notices, print_stop, queue_progress, result_facts
+from alto.cli.output import (
+    catching_signals,
+    print_error,
+    print_json,
+    print_notices,
+    print_stop,
+    queue_progress,
+    result_facts,
+)
 from alto.errors import SpecError, TaskInterruptedError
 from alto.runs import QueueDir, QueueProgress
 from alto.spec import load_task

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from alto.cli.completion import complete_simulation_key
+from alto.cli.options import complete_simulation_key
 from alto.cli.output import print_json
 from alto.errors import SpecError
 from alto.records import SimulationOutcome

@@ -11,16 +11,15 @@ from alto.cluster.base import (
     Launch,
     Outcome,
     TaskTicket,
+    check_launch,
 )
 from alto.cluster.choice import open_cluster
 from alto.cluster.controller import Controller
-from alto.cluster.dispatcher import Retrying
+from alto.cluster.dispatcher import ControllerStatus, Retrying, TaskStatus
 from alto.cluster.entry import Host, HostedRun, error_class, run_entry
-from alto.cluster.launches import check_launch
 from alto.cluster.live_queue import LiveQueue, QueueIntake, answer_past_ends, past_ends, unique_name
 from alto.cluster.local import num_cores
 from alto.cluster.solver import GuardedSolver
-from alto.cluster.status import ControllerStatus, TaskStatus
 
 __all__ = [
     "Cluster",

@@ -16,10 +16,9 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from alto.base import read_json, replace_file, writing
 from alto.cluster.base import Outcome
 from alto.errors import DiskFullError
-from alto.runs import replace_file, writing
-from alto.spec.outside import read_json
 
 __all__ = ["AttemptDir", "Ending", "exit_code_of", "unwritten_ending"]
 

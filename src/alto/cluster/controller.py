@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from alto.cluster.base import Cluster, TaskTicket
-from alto.cluster.dispatcher import Dispatcher, Retrying
-from alto.cluster.status import ControllerStatus
+from alto.cluster.dispatcher import ControllerStatus, Dispatcher, Retrying
 from alto.errors import QueueCommandError, TaskInterruptedError
 from alto.runs import Action, Answer, Journal, JournalEntry, JournalTail, Mailbox, Observer, RunDir
 from alto.scheduler.queue import Queue

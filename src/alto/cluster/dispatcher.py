@@ -1,14 +1,16 @@
 """Carries out a queue's actions on a cluster, reports the cluster's events to the queue, and journals both. Has no
-thread of its own."""
+thread of its own.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
+from alto.base import is_number
 from alto.cluster.base import (
     Cluster,
     ClusterEvent,
@@ -20,19 +22,9 @@ from alto.cluster.base import (
     Outcome,
     TaskTicket,
 )
-from alto.cluster.running_attempt import RunningAttempt
-from alto.cluster.status import ControllerStatus, TaskStatus
 from alto.errors import QueueCommandError
-from alto.records import MAX_DURATION_S
-from alto.runs import (
-    NOT_FOLDABLE,
-    Journal,
-    JournalEntry,
-    Observer,
-    RunDir,
-    has_result,
-    history_before,
-)
+from alto.records import MAX_DURATION_S, Gpu, Node
+from alto.runs import NOT_FOLDABLE, Journal, JournalEntry, Observer, RunDir, RunHistory, has_result, history_before
 from alto.runs import events as journaled
 from alto.runs.events import NO_SEQ, TaskRelayed
 from alto.runs.progress import remaining_duration_s, share_done
@@ -58,9 +50,87 @@ from alto.scheduler.queue import (
     TaskState,
     Woken,
 )
-from alto.spec.outside import is_number
 
-__all__ = ["Dispatcher", "Retrying"]
+__all__ = ["ControllerStatus", "Dispatcher", "Retrying", "RunningAttempt", "TaskStatus"]
+
+
+@dataclass(slots=True, kw_only=True)
+class RunningAttempt:
+    """A running executor and its measured speed.
+
+    Attributes:
+        far: Progress of the run on disk when the executor was started.
+        start_s: Seconds from the launch until it began to train.
+        began_at: Time when it began to train; None before.
+    """
+
+    launch: Launch
+    expected_s: float
+    launched_at: float
+    far: tuple[float, ...] = ()
+    start_s: float = 0.0
+    history: RunHistory = field(default_factory=RunHistory)
+    began_at: float | None = None
+    share_before: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskStatus:
+    """The current status of one task.
+
+    Attributes:
+        task: Name of the task.
+        state: State in the queue.
+        tenant: Tenant whose quota it counts against.
+        priority: Higher goes first.
+        num_gpus: Number of GPUs that it needs.
+        gpus: Its GPUs while it runs; otherwise empty.
+        attempt: Number of executors that were started for it.
+        expected_s: Estimated seconds of the task, or of its next attempt, from start to end.
+        share_done: Share of its expected training samples that it has trained, in [0, 1], as last reported.
+        num_failures: Number of executors in a row that ended with a failure that counts.
+        reason: Reason of its latest failure.
+        ended: End of its latest executor; None if none has ended.
+    """
+
+    task: str
+    state: TaskState
+    tenant: str
+    priority: int
+    num_gpus: int
+    gpus: tuple[Gpu, ...]
+    attempt: int
+    expected_s: float
+    share_done: float
+    num_failures: int
+    reason: str
+    ended: ExecutorEnded | None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the task is finished, failed or stopped for good."""
+        return self.state in (TaskState.FINISHED, TaskState.FAILED, TaskState.STOPPED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControllerStatus:
+    """The current status of a controller.
+
+    Attributes:
+        nodes: The machines and their GPUs.
+        tasks: All submitted tasks by name, in order of submission.
+        is_draining: Whether running executors were asked to save and end, and no others are started.
+    """
+
+    nodes: tuple[Node, ...]
+    tasks: Mapping[str, TaskStatus]
+    is_draining: bool = False
+
+    @property
+    def open_tasks(self) -> tuple[str, ...]:
+        """Names of the tasks that have not ended."""
+        return tuple(name for name, task in self.tasks.items() if not task.has_ended)
+
 
 _STANDS = (
     journaled.JobEvaluated,

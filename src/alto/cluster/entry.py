@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from alto import errors
+from alto.base import is_disk_full
 from alto.cluster.attempt import Ending
 from alto.cluster.base import Outcome, TaskTicket
 from alto.errors import (
@@ -22,7 +23,6 @@ from alto.errors import (
     RunWriteError,
     TaskInterruptedError,
 )
-from alto.runs import is_disk_full
 
 __all__ = [
     "TRUST_VARIABLE",

@@ -21,9 +21,9 @@ from typing import Any, Self
 
 from pydantic import TypeAdapter
 
+from alto.base import read_json
 from alto.cluster.attempt import AttemptDir, Ending
 from alto.cluster.base import Outcome, TaskTicket
-from alto.spec.outside import read_json
 
 __all__ = ["EndReport", "Orders", "StopOrder", "WorkOrder"]
 

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from alto.base import writing
 from alto.cluster.attempt import AttemptDir, Ending, exit_code_of
 from alto.cluster.base import Outcome
 from alto.cluster.entry import TRUST_VARIABLE, Entry, Host, HostedRun, ending_of, load_entry, notices_of
 from alto.cluster.orders import EndReport, Orders, WorkOrder
 from alto.cluster.processes import HELD_SIGNALS
 from alto.errors import RunBusyError, RunWriteError
-from alto.runs import RunDir, writing
+from alto.runs import RunDir
 
 __all__ = [
     "IDLE_INTERVAL_S",

@@ -9,28 +9,264 @@ need it wait.
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import mmap
 import os
 import shutil
 import time
 import uuid
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TypeAlias
+from typing import IO, Any, NamedTuple, TypeAlias, TypeVar
 
+import numpy as np
+import torch
 from pydantic import TypeAdapter
+from torch import Tensor
 
-from alto.data.dataset import EncodedDataset, EncodedRows, RowCounts, RowWriter, Unread
-from alto.data.faults import BadRows
-from alto.data.lazy import Chain
-from alto.data.row_store import writing_cache
+from alto.base import LockFile, replace_file
+from alto.data.dataset import (
+    IGNORED,
+    EncodedDataset,
+    EncodedRows,
+    RowCounts,
+    RowWriter,
+    Span,
+    Unread,
+    close_abandoned,
+    writing_cache,
+)
+from alto.data.rows import BadRows, Chain, LazySequence
 from alto.data.task_data import SPLITS, TaskData
-from alto.data.token_files import TokenWriter, check_files, open_rows
 from alto.errors import RunWriteError
-from alto.runs import LockFile, replace_file, sync_folder
+from alto.runs import sync_folder
 
-__all__ = ["Encode", "TokenCache"]
+__all__ = ["Encode", "FileFacts", "TokenCache", "TokenWriter", "check_files", "open_rows"]
+
+
+_IDS, _TRAINED, _ROWS = "ids.bin", "trained.bin", "rows.bin"
+_ID_TYPE, _MASK_TYPE, _ROW_TYPE = np.dtype("<u4"), np.dtype("u1"), np.dtype("<i8")
+
+_BUFFER_BYTES = 2**20
+_BLOCK_ROWS = 4096
+_RESIDENT_BYTES = 2**25
+"""Number of bytes of one file that are read before its pages are given back to the operating system."""
+
+_FAULT_BYTES = 2**16
+"""Number of bytes that the kernel may map when a single page is read."""
+
+FileFacts = Mapping[str, tuple[int, str]]
+"""Size in bytes and SHA-256 of each file, by its name."""
+
+Item = TypeVar("Item")
+
+
+class _Row(NamedTuple):
+    """The numbers of one row.
+
+    Attributes:
+        start: Number of tokens of all rows before it.
+        first_length, second_length: Number of tokens of its spans; 0 if there is no second span.
+        prefix: Number of tokens of the first span that the second one continues.
+        num_trained, num_chosen: See :class:`alto.data.dataset.EncodedDataset`.
+        is_desirable: Label of the reply.
+    """
+
+    start: int
+    first_length: int
+    second_length: int
+    prefix: int
+    num_trained: int
+    num_chosen: int
+    is_desirable: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.first_length + self.second_length
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        first = Span(self.first_length)
+        return (first, Span(self.second_length, self.prefix)) if self.second_length else (first,)
+
+
+_NUM_COLUMNS = len(_Row._fields)
+
+
+class TokenWriter:
+    """A writer of the rows of a split into files of a new ``folder``.
+
+    Raises:
+        RunWriteError: The files cannot be written; :class:`DiskFullError` if the disk is full.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._num_rows = self._num_tokens = 0
+        self.facts: FileFacts = {}
+        with writing_cache(folder):
+            folder.mkdir()
+            self._files = {name: _HashedFile(folder / name) for name in (_IDS, _TRAINED, _ROWS)}
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def add(self, input_ids: Tensor, targets: Tensor, spans: tuple[Span, ...], *, is_desirable: bool = True) -> None:
+        """Add one row; see :meth:`alto.data.dataset.RowWriter.add`."""
+        is_trained = targets != IGNORED
+        assert torch.equal(targets[:-1], input_ids[1:].where(is_trained[:-1], IGNORED)), "a target is the next token"
+        assert not is_trained[-1], "the last token predicts nothing"
+        first, second = spans[0], spans[1] if len(spans) > 1 else Span(0)
+        row = _Row(
+            start=self._num_tokens,
+            first_length=first.length,
+            second_length=second.length,
+            prefix=second.prefix,
+            num_trained=int(is_trained.sum()),
+            num_chosen=int(is_trained[: first.length].sum()),
+            is_desirable=int(is_desirable),
+        )
+        assert row.num_tokens == input_ids.numel(), "spans cover the row"
+        self._num_rows += 1
+        self._num_tokens += row.num_tokens
+        with writing_cache(self._folder):
+            self._files[_IDS].write(input_ids.numpy().astype(_ID_TYPE).tobytes())
+            self._files[_TRAINED].write(is_trained.numpy().astype(_MASK_TYPE).tobytes())
+            self._files[_ROWS].write(np.array(row, _ROW_TYPE).tobytes())
+
+    def rows(self) -> EncodedRows:
+        """Return the added rows, after writing them to the disk."""
+        with writing_cache(self._folder):
+            self.facts = {name: file.finish() for name, file in self._files.items()}
+        return open_rows(self._folder)
+
+
+class _HashedFile:
+    """A new file, and the digest of the data written to it."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: IO[bytes] = path.open("xb", buffering=_BUFFER_BYTES)
+        weakref.finalize(self, close_abandoned, self._file)
+        self._digest = hashlib.sha256()
+        self._num_bytes = 0
+
+    def write(self, data: bytes) -> None:
+        self._file.write(data)
+        self._digest.update(data)
+        self._num_bytes += len(data)
+
+    def finish(self) -> tuple[int, str]:
+        """Write the file to the disk, and return its size and digest."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        return self._num_bytes, self._digest.hexdigest()
+
+
+def open_rows(folder: Path) -> EncodedRows:
+    """Open the rows that a :class:`TokenWriter` has written into ``folder``; each row is read when it is used.
+
+    Raises:
+        OSError, ValueError: The files are missing or empty.
+    """
+    tokens = _StoredTokens(folder)
+    return EncodedRows(
+        input_ids=_OfRows(tokens, tokens.input_ids),
+        targets=_OfRows(tokens, tokens.targets),
+        spans=_OfRows(tokens, lambda row: row.spans),
+        is_desirable=_OfRows(tokens, lambda row: bool(row.is_desirable)),
+        counts=RowCounts(
+            num_row_tokens=_OfRows(tokens, lambda row: row.num_tokens),
+            num_trained=_OfRows(tokens, lambda row: row.num_trained),
+            num_chosen=_OfRows(tokens, lambda row: row.num_chosen),
+        ),
+    )
+
+
+def check_files(folder: Path, facts: FileFacts) -> None:
+    """Check the files of ``folder`` against their sizes and digests.
+
+    Raises:
+        OSError: A file cannot be read.
+        ValueError: A file differs from what was written.
+    """
+    for name, (num_bytes, digest) in facts.items():
+        with (folder / name).open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+            if (os.fstat(file.fileno()).st_size, found) != (num_bytes, digest):
+                raise ValueError(f"{name} differs from what was written")
+
+
+class _MappedFile:
+    """Numbers in a memory-mapped file. Pages that were read are given back regularly, so that a process that reads the
+    whole file holds only a part of it."""
+
+    def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
+        with path.open("rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._values: np.ndarray[Any, Any] = np.frombuffer(self._map, dtype)
+        self._num_read_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def read(self, start: int, stop: int) -> np.ndarray[Any, Any]:
+        """Return a copy of the numbers from ``start`` to ``stop - 1``, ``[stop - start]`` int64."""
+        copied = self._values[start:stop].astype(np.int64)
+        self._num_read_bytes += (stop - start) * self._values.itemsize + _FAULT_BYTES
+        if self._num_read_bytes > _RESIDENT_BYTES:
+            self._map.madvise(mmap.MADV_DONTNEED)
+            self._num_read_bytes = 0
+        return copied
+
+
+class _StoredTokens:
+    """The three files of a split."""
+
+    def __init__(self, folder: Path) -> None:
+        self._rows = _MappedFile(folder / _ROWS, _ROW_TYPE)
+        self._ids = _MappedFile(folder / _IDS, _ID_TYPE)
+        self._is_trained = _MappedFile(folder / _TRAINED, _MASK_TYPE)
+
+    def __len__(self) -> int:
+        return len(self._rows) // _NUM_COLUMNS
+
+    def rows(self, start: int, stop: int) -> Iterator[_Row]:
+        """Yield the numbers of the rows from ``start`` to ``stop - 1``."""
+        numbers = self._rows.read(start * _NUM_COLUMNS, stop * _NUM_COLUMNS)
+        return map(_Row._make, numbers.reshape(-1, _NUM_COLUMNS).tolist())
+
+    def input_ids(self, row: _Row) -> Tensor:
+        return torch.from_numpy(self._ids.read(row.start, row.start + row.num_tokens))
+
+    def targets(self, row: _Row) -> Tensor:
+        is_trained = torch.from_numpy(self._is_trained.read(row.start, row.start + row.num_tokens)) != 0
+        targets = torch.full((row.num_tokens,), IGNORED)
+        targets[:-1] = self.input_ids(row)[1:].where(is_trained[:-1], IGNORED)
+        return targets
+
+
+class _OfRows(LazySequence[Item]):
+    """The value of ``of_row`` for every row."""
+
+    def __init__(self, tokens: _StoredTokens, of_row: Callable[[_Row], Item]) -> None:
+        self._tokens = tokens
+        self._of_row = of_row
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def _item(self, index: int) -> Item:
+        (row,) = self._tokens.rows(index, index + 1)
+        return self._of_row(row)
+
+    def __iter__(self) -> Iterator[Item]:
+        for start in range(0, len(self), _BLOCK_ROWS):
+            yield from map(self._of_row, self._tokens.rows(start, min(start + _BLOCK_ROWS, len(self))))
+
 
 Encode: TypeAlias = Callable[[Callable[[str], RowWriter]], TaskData]
 """Function that tokenises the data of a task; takes a function that makes the writer for the split of a given name."""

@@ -11,8 +11,7 @@ from operator import truediv
 from typing import Any, Self
 
 from alto.records import Rung
-from alto.spec.early_exit import EarlyExit
-from alto.spec.rungs import places_at, rung_step
+from alto.spec import EarlyExit, places_at, rung_step
 
 __all__ = [
     "FEW_JOBS",

@@ -6,11 +6,10 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from alto.early_exit.common_rows import on_scale_of
+from alto.early_exit.noise import on_scale_of
 from alto.errors import SpecError
 from alto.records import LossPoint, Rung, StartValue
-from alto.spec.metric import LEAST_SCORE
-from alto.spec.rungs import EARLIEST_IN_WARMUP, ceil_share, rung_step
+from alto.spec import EARLIEST_IN_WARMUP, LEAST_SCORE, ceil_share, rung_step
 
 __all__ = ["evaluation_steps", "point_at_share", "rung_notes"]
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from alto.base import read_bytes, strict_json
 from alto.early_exit.journal import Curves, curves_of, loss_of, start_of
 from alto.errors import RunError, RunNotFoundError
 from alto.records import SplitLoss, StartValue
 from alto.runs.events import JobDescription, JournalEntry
-from alto.spec.job_config import JOB_FIELDS, JobConfig
-from alto.spec.outside import read_bytes, strict_json
+from alto.spec import JOB_FIELDS, JobConfig
 
 __all__ = ["RecordedJob", "Recording"]
 

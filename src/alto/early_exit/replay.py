@@ -10,7 +10,7 @@ from alto.early_exit.policy import Policy
 from alto.early_exit.recording import RecordedJob, Recording
 from alto.early_exit.selection import Selection
 from alto.records import JobResult
-from alto.spec.metric import loss_scale
+from alto.spec import loss_scale
 
 __all__ = ["ReplayResult", "replay"]
 

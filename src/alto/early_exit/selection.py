@@ -8,16 +8,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from alto.early_exit import nonfinite
-from alto.early_exit.common_rows import on_one_scale
-from alto.early_exit.noise import leading_group
+from alto.early_exit import patterns
+from alto.early_exit.noise import Repeated, leading_group, on_one_scale, ranked_configurations
 from alto.early_exit.policy import Policy
-from alto.early_exit.repetitions import Repeated, ranked_configurations
-from alto.early_exit.smoothing import Ema
-from alto.early_exit.track import ENDS_COMPETING, JobTrack
+from alto.early_exit.track import ENDS_COMPETING, Ema, JobTrack
 from alto.errors import RunError
 from alto.records import ExitDecision, FinalistScore, LossPoint, Rung, RungResult, Standing, StartValue
-from alto.spec.rungs import rung_step
+from alto.spec import rung_step
 
 __all__ = ["Selection"]
 
@@ -39,7 +36,7 @@ class Selection:
 
     The order in which jobs are observed does not matter: a job is judged by its own history, and a rung waits until
     every job that still trains has been evaluated at it. The state is a function of the calls, so feeding the same
-    journal again rebuilds it (`alto.early_exit.audit.selection_of`).
+    journal again rebuilds it (`alto.early_exit.journal.selection_of`).
 
     A waiting job that is certain to be kept may continue as far as the rung after. The rung still ranks it by its value
     there: verdicts after a rung do not change that rung.
@@ -109,7 +106,7 @@ class Selection:
         )
         _require(first_step == due, f"step {due} of {job}, found step {first_step}")
         for step, loss in enumerate(losses, start=first_step):
-            verdict = nonfinite.judge_step_loss(job, step, loss)
+            verdict = patterns.judge_step_loss(job, step, loss)
             if verdict is not None:
                 self.end(verdict)
                 return verdict
@@ -147,7 +144,7 @@ class Selection:
         _require(last < step <= track.total_steps, f"an evaluation of {job} after step {last}, found one at {step}")
         point = track.evaluated(job, validation_loss, score, tuple(score_rows), tuple(loss_rows))
         self._num_changes += 1
-        verdict = nonfinite.judge_point(point)
+        verdict = patterns.judge_point(point)
         if verdict is None:
             track.keep_best(point, self._row_weights)
             if step == track.total_steps:

@@ -12,24 +12,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from alto.backbone import device_name
-from alto.engine.evaluating import evaluate_adapters
-from alto.engine.existing_runs import is_finished
+from alto.engine.existing_runs import evaluate_adapters, is_finished, packed_as, refit_folder, refit_task
 from alto.engine.exports import find_winner
-from alto.engine.gpus import STRATEGIES, is_launched
+from alto.engine.gpus import STRATEGIES, is_launched, show_result, shown
 from alto.engine.launched import LaunchedRunner
 from alto.engine.objects import check_has_id, given_objects
-from alto.engine.packing import packed_as
-from alto.engine.previewing import preview_task
 from alto.engine.queue_setup import QueueSetup
 from alto.engine.queues import QueueRunner
-from alto.engine.refit import refit_folder, refit_task
 from alto.engine.runner import TaskRunner, portable
-from alto.engine.showing import show_result, shown
+from alto.engine.start import preview_task
 from alto.engine.task_queue import TaskQueue
 from alto.engine.trainer_callbacks import observers_of
 from alto.errors import SpecError
 from alto.evaluation import EvaluationSettings, OnProgress
-from alto.executor.profiling.disk import with_free_space
+from alto.executor.profiling.planning import with_free_space
 from alto.exporting import ExportSettings, check_before, write_export
 from alto.records import (
     DataPreview,
@@ -44,8 +40,7 @@ from alto.records import (
 )
 from alto.results import TaskResult
 from alto.runs import Observer, RunDir, in_background, load_run_task
-from alto.spec import EarlyExit, Task
-from alto.spec.base_objects import BaseObjects
+from alto.spec import BaseObjects, EarlyExit, Task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from alto.base import read_json
 from alto.data import read_task_rows
 from alto.engine.existing_runs import check_trained_on
 from alto.errors import RunNotFoundError, SpecError
@@ -15,10 +16,7 @@ from alto.export.adapter import METRICS_NAME
 from alto.exporting import Rows, Winner
 from alto.lora import SavedAdapter, read_saved_adapter
 from alto.runs import RunDir, load_run_task, read_history
-from alto.spec import BaseModelSpec, Task
-from alto.spec.data_keys import default_name
-from alto.spec.labels import labels_beside
-from alto.spec.outside import read_json
+from alto.spec import BaseModelSpec, Task, default_name, labels_beside
 
 __all__ = ["find_winner"]
 

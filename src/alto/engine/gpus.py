@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
+from rich.console import Console
 
 from alto.errors import UnsupportedError
+from alto.export import open_view
+from alto.results import TaskResult
+from alto.runs import Observer
 from alto.spec import Task
 
-__all__ = ["STRATEGIES", "check_num_gpus", "is_launched"]
+__all__ = ["STRATEGIES", "check_num_gpus", "is_launched", "show_result", "shown"]
+
 
 STRATEGIES = ("adapter_parallel", "single")
 
@@ -63,3 +71,30 @@ def check_num_gpus(task: Task, strategy: str, *, most: int, has_gpus: bool) -> N
             f"num_samples: expected 0 with num_gpus {task.num_gpus}, found {task.num_samples} for {task.name!r}: one "
             "process generates the texts and needs the whole base model; remove the key, or set num_gpus to 1"
         )
+
+
+@contextlib.contextmanager
+def shown(progress: bool | None) -> Iterator[list[Observer]]:
+    """Yield observers that show a run: the live table in a terminal, plain lines in a notebook or a file; none if
+    nothing is to be shown.
+
+    Args:
+        progress: See :class:`alto.Engine`.
+    """
+    console = Console()
+    if not _is_shown(console, progress):
+        yield []
+        return
+    with open_view(console) as view:
+        yield [view.observe]
+
+
+def show_result(result: TaskResult, progress: bool | None) -> None:
+    """Print the table of jobs of a task that was shown; a notebook displays the result itself."""
+    console = Console()
+    if _is_shown(console, progress) and not console.is_jupyter:
+        console.print(result)
+
+
+def _is_shown(console: Console, progress: bool | None) -> bool:
+    return console.is_terminal or console.is_jupyter if progress is None else progress

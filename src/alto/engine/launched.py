@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
+from alto.base import note_resumption, resume_command, scratch_folder
 from alto.cluster import Controller, ExecutorEnded, Outcome, Retrying, TaskTicket, error_class, open_cluster
 from alto.data import read_task_rows
 from alto.engine.runner import portable
@@ -24,11 +25,8 @@ from alto.runs import (
     RunDir,
     has_result,
     load_run_task,
-    note_resumption,
     read_history,
     read_intact_entries,
-    resume_command,
-    scratch_folder,
     task_outcome,
 )
 from alto.runs.events import CheckpointSaved, MeasuringBegun, TaskRelayed, TaskResumed

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from alto.backbone import borrowed, find_named_base, object_fingerprint
+from alto.base import quoted
 from alto.errors import SpecError, UnsupportedError
-from alto.spec import Task
-from alto.spec.base_objects import BaseObjects, with_base_objects
-from alto.spec.quoting import quoted
+from alto.spec import BaseObjects, Task, with_base_objects
 
 __all__ = ["IN_A_QUEUE", "borrowing", "check_has_id", "given_objects"]
 

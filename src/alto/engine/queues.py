@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from alto.base import note_resumption, resume_command
 from alto.cluster import (
     Cluster,
     Controller,
@@ -19,29 +20,17 @@ from alto.cluster import (
     past_ends,
 )
 from alto.data import read_task_rows
-from alto.engine.estimates import UNKNOWN_DURATION_S, base_key
+from alto.engine.estimates import UNKNOWN_DURATION_S, Measurement, base_key
 from alto.engine.gpus import STRATEGIES
-from alto.engine.measuring import Measurement
 from alto.engine.objects import IN_A_QUEUE, check_has_id
-from alto.engine.queue_results import past_of_finished, queue_results, write_report_of
 from alto.engine.queue_setup import QueueSetup, check_method, first_as_given, first_schedule, replanning, unique_names
 from alto.engine.runner import portable
-from alto.engine.task_queue import TaskQueue
+from alto.engine.task_queue import TaskQueue, past_of_finished, queue_results, write_report_of
 from alto.engine.work import TRAIN
 from alto.errors import ProfileError, RunError, SpecError, TaskInterruptedError, UntrustedCodeError
 from alto.records import Placement, Schedule, TaskEstimate
 from alto.results import TaskResult
-from alto.runs import (
-    Journal,
-    JournalEntry,
-    Observer,
-    QueueDir,
-    QueueEntry,
-    has_result,
-    load_run_task,
-    note_resumption,
-    resume_command,
-)
+from alto.runs import Journal, JournalEntry, Observer, QueueDir, QueueEntry, has_result, load_run_task
 from alto.runs.events import NO_SEQ, MeasuringBegun, QueuedTask, QueueResumed, QueueStarted, TaskMeasured
 from alto.scheduler import METHODS
 from alto.scheduler.queue import Queue, QueueSettings

@@ -25,6 +25,7 @@ from alto.backbone import (
     loading_class,
     resolve_model,
 )
+from alto.base import cache_home, note_resumption
 from alto.data import ReadRows, read_task_rows
 from alto.engine.existing_runs import check_refitted
 from alto.engine.objects import borrowing
@@ -60,17 +61,13 @@ from alto.runs import (
     RunDir,
     SilentJournal,
     load_run_task,
-    note_resumption,
     read_history,
     remove_states,
     task_outcome,
 )
 from alto.runs.events import NO_SEQ, BaseDescription, MeasuringBegun
 from alto.search import check_installed
-from alto.spec import MixtureSource, Task, read_run_task
-from alto.spec.base_model import quantisation_keys
-from alto.spec.base_objects import BaseObjects
-from alto.spec.cache_home import cache_home
+from alto.spec import BaseObjects, MixtureSource, Task, quantisation_keys, read_run_task
 from alto.trackers import Tracker, chosen_trackers, tracking
 
 __all__ = ["OpenRun", "TaskRunner", "portable"]

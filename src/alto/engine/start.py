@@ -1,5 +1,6 @@
 """Fills in settings that a task leaves open: the initial adapter's shape, PEFT's default modules, and the usual
-learning rate."""
+learning rate.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +10,35 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from alto.backbone import Backbone, base_differences, base_fingerprint, load_config, resolve_model
-from alto.errors import ModelError, ModelNotFoundError, RunNotFoundError
-from alto.evaluation import adapter_folder
-from alto.executor import StartAdapter
+from alto.backbone import (
+    Backbone,
+    base_differences,
+    base_fingerprint,
+    build_skeleton,
+    limits_of,
+    load_config,
+    load_tokenizer,
+    resolve_model,
+)
+from alto.data import HeadStore, preview_rows, read_task_rows
+from alto.errors import DataError, ModelError, ModelNotFoundError, RunNotFoundError
+from alto.evaluation import adapter_folder, usable_rows
+from alto.executor import StartAdapter, model_notes
 from alto.lora import adapter_base_model, default_targets, saved_settings
 from alto.objectives import find_objective
-from alto.spec import PEFT_DEFAULT, Task
-from alto.spec.auto_space import auto_space, usual_learning_rate
-from alto.spec.method import find_method
-from alto.spec.module_names import targeted_modules
-from alto.spec.search_space import Axis
+from alto.records import DataPreview
+from alto.spec import PEFT_DEFAULT, Axis, Task, auto_space, find_method, targeted_modules, usual_learning_rate
 
-__all__ = ["read_start", "with_start", "with_targets", "with_usual_rate"]
+__all__ = [
+    "preview_data",
+    "preview_task",
+    "read_start",
+    "with_model_notes",
+    "with_start",
+    "with_targets",
+    "with_usual_rate",
+]
+
 
 _TARGETS = "target_modules"
 
@@ -160,3 +177,47 @@ def _base_notes(task: Task, folder: Path) -> tuple[str, ...]:
         f"init_adapter: {folder} names the base model {named}, and the task names {task.model}; whether they are "
         "the same cannot be checked.",
     )
+
+
+_NUM_READ = 500
+"""Number of rows of a large dataset that are read for a preview."""
+
+
+def preview_task(task: Task, *, num_rows: int) -> DataPreview:
+    """Return the data of ``task``, its first ``num_rows`` examples, and notes on its model. Only the first rows of a
+    large dataset are read; all of them if the first rows alone cause an error, because the whole dataset may not.
+
+    Raises:
+        AltoError: The data or the model's tokenizer has an error.
+    """
+    task = with_start(task)
+    try:
+        shown = preview_data(task, num_rows=num_rows, head=HeadStore(max(_NUM_READ, 2 * num_rows)))
+    except DataError:
+        shown = preview_data(task, num_rows=num_rows)
+    return with_model_notes(shown, task)
+
+
+def preview_data(task: Task, *, num_rows: int, head: HeadStore | None = None) -> DataPreview:
+    """Return the data of ``task`` and its first ``num_rows`` examples.
+
+    Args:
+        head: Holds the first rows of large datasets; None tokenises all rows, which takes time.
+
+    Raises:
+        AltoError: The data or the model's tokenizer has an error.
+    """
+    rows = read_task_rows(task, head=head)
+    if task.select_by != "metric":
+        usable_rows(rows.validation, task.select_by)
+    tokenizer = load_tokenizer(task.base_model)
+    limits = limits_of(load_config(task.base_model))
+    return preview_rows(rows, tokenizer, task, num_rows=num_rows, limits=limits, head=head)
+
+
+def with_model_notes(shown: DataPreview, task: Task) -> DataPreview:
+    """Return ``shown`` with notes on the settings and the model of ``task``."""
+    task = with_targets(task)
+    skeleton = build_skeleton(task.base_model)
+    about_model = model_notes(skeleton, [job.config for job in task.jobs], task.method)
+    return replace(shown, notes=(*task.notes, *shown.notes, *about_model))

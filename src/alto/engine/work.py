@@ -10,12 +10,13 @@ from dataclasses import asdict
 
 import torch
 
+from alto.base import replace_file
 from alto.cluster import HostedRun
 from alto.engine.resident_base import ResidentBase
 from alto.engine.runner import OpenRun, TaskRunner
 from alto.errors import RunBusyError
 from alto.executor import Executor, Ranks, SharedBank, TaskContext
-from alto.runs import Journal, JournalEntry, RunDir, load_run_task, replace_file
+from alto.runs import Journal, JournalEntry, RunDir, load_run_task
 from alto.runs.events import MeasuringBegun
 from alto.scheduler import task_weights
 

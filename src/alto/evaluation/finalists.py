@@ -4,24 +4,81 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from alto.backbone import Backbone, is_out_of_memory, release_memory
 from alto.data import Conversation, LabelledText, Pair
 from alto.errors import DataError, DeviceMemoryError
-from alto.evaluation.adapter import loaded_adapters
-from alto.evaluation.choices import Choices, options_of
-from alto.evaluation.guarded import Guard, failure_text
-from alto.evaluation.scorers import OnTurn, ScorerFailedError
+from alto.evaluation.generate import check_prompts, complete, max_positions, prompts_of
+from alto.evaluation.loss import Choices, options_of
+from alto.evaluation.scorers import Answer, Guard, OnTurn, Scorer, ScorerFailedError, failure_text
 from alto.evaluation.scoring import check_key_names, check_references, needed_of, scorable, scorer_of
-from alto.evaluation.written import WrittenAnswers
+from alto.evaluation.settings import EvaluationSettings
+from alto.evaluation.target import loaded_adapters
 from alto.lora import ServedAdapters, read_saved_adapter
 from alto.records import Judgement
 from alto.spec import Scoring
 
-__all__ = ["EVAL_ACCURACY", "FinalistJudge", "usable_rows"]
+__all__ = ["EVAL_ACCURACY", "FinalistJudge", "WrittenAnswers", "usable_rows"]
+
+
+class WrittenAnswers:
+    """A scorer that lets each adapter generate one greedy answer to each row, and scores the texts.
+
+    Args:
+        rows: Rows with a reply, which is the reference.
+        scorer: Scores the texts of one adapter.
+        max_new_tokens: Maximum length of an answer.
+
+    Raises:
+        DataError: A row has no prompt, or its prompt leaves no position for an answer.
+    """
+
+    def __init__(
+        self, rows: Sequence[Conversation], backbone: Backbone, scorer: Scorer, *, max_new_tokens: int
+    ) -> None:
+        prompts = prompts_of(rows, backbone.tokenizer)
+        self.prompts = [prompt.ids for prompt in prompts]
+        self._references = [prompt.reference for prompt in prompts]
+        check_prompts(self.prompts, max_positions(backbone))
+        self._backbone = backbone
+        self._scorer = scorer
+        self._max_new_tokens = max_new_tokens
+
+    def scores(self, served: ServedAdapters, names: Sequence[str], on_turn: OnTurn) -> list[Sequence[float]]:
+        """Return each adapter's scores of all rows.
+
+        Args:
+            names: Not used; part of the interface that :class:`~alto.evaluation.loss.Choices` shares.
+            on_turn: Called after every token, and regularly while the scorer runs.
+
+        Raises:
+            DeviceMemoryError: Memory is too small for a single text.
+            ScorerFailedError: The scorer returns no scores.
+        """
+        texts = complete(
+            self._backbone,
+            served,
+            self.prompts,
+            max_new_tokens=self._max_new_tokens,
+            batch_size=EvaluationSettings().batch_size,
+            on_done=lambda _: on_turn(),
+        )
+        return [self._scorer(self._answers(of_adapter), on_turn) for of_adapter in texts]
+
+    def _answers(self, texts: Sequence[Sequence[int]]) -> list[Answer]:
+        tokenizer: Any = self._backbone.tokenizer
+        return [
+            Answer(
+                prompt=tokenizer.decode(prompt),
+                reference=reference,
+                answer=tokenizer.decode(text, skip_special_tokens=True),
+            )
+            for prompt, reference, text in zip(self.prompts, self._references, texts, strict=True)
+        ]
+
 
 EVAL_ACCURACY = "eval_accuracy"
 """The value of ``select_by`` that selects the job with the most exact matches."""

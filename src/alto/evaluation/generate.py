@@ -6,21 +6,164 @@ likelihood.
 
 from __future__ import annotations
 
+import inspect
 import itertools
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import DynamicLayer
 
 from alto.backbone import Backbone, is_out_of_memory, limits_of, release_memory
+from alto.data import Conversation, LabelledText, Message, Pair, encode_prompt
 from alto.errors import DataError, DeviceMemoryError
-from alto.evaluation.cache import cache_argument, roomy_cache
 from alto.lora import ServedAdapters
 
-__all__ = ["check_prompts", "complete", "end_tokens", "max_positions"]
+__all__ = [
+    "Prompt",
+    "cache_argument",
+    "check_prompts",
+    "complete",
+    "end_tokens",
+    "max_positions",
+    "prompt_of",
+    "prompts_of",
+    "reply_text",
+    "roomy_cache",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """The prompt of one row, and the row's own reply.
+
+    Attributes:
+        ids: Token ids up to the reply.
+        reference: Text of the reply, with its tool calls (see :func:`reply_text`).
+    """
+
+    ids: tuple[int, ...]
+    reference: str
+
+
+def reply_text(reply: Message) -> str:
+    """Return the text of a reply, followed by its tool calls, one per line as JSON with ``name`` and ``arguments``."""
+    calls = [call["function"] for call in reply.other_keys().get("tool_calls", ())]
+    lines = [
+        json.dumps({"name": call["name"], "arguments": call["arguments"]}, ensure_ascii=False, default=str)
+        for call in calls
+    ]
+    return "\n".join([*([reply.content] if reply.content.strip() else []), *lines])
+
+
+def prompt_of(row: Conversation | Pair | LabelledText, tokenizer: Any) -> Prompt | None:
+    """Return the turns before the last trained reply of ``row`` (for a pair, of its chosen side), encoded as a prompt.
+
+    Returns:
+        The prompt; None if the row is plain text or a labelled text, or if the reply has neither text nor a tool call.
+
+    Raises:
+        DataError: There is nothing before the reply, or the chat template refuses the turns.
+    """
+    if isinstance(row, LabelledText):
+        return None
+    turns = row.chosen if isinstance(row, Pair) else row
+    position = max((at for at, turn in enumerate(turns) if turn.is_trained), default=None)
+    if position is None or (position == 0 and turns[0].role == "text"):
+        return None
+    reference = reply_text(turns[position])
+    if not reference:
+        return None
+    return Prompt(ids=tuple(encode_prompt(turns[:position], tokenizer)), reference=reference)
+
+
+def prompts_of(rows: Iterable[Conversation | Pair | LabelledText], tokenizer: Any) -> list[Prompt]:
+    """Return the prompt of every row.
+
+    Raises:
+        DataError: A row has no prompt.
+    """
+    prompts = []
+    for number, row in enumerate(rows, start=1):
+        try:
+            prompt = prompt_of(row, tokenizer)
+        except DataError as error:
+            raise DataError(f"row {number}: {error}") from error
+        if prompt is None:
+            raise DataError(f"row {number}: expected a text reply after a prompt, found none; name other rows")
+        prompts.append(prompt)
+    return prompts
+
+
+_GROWTH = 1.5
+
+
+def roomy_cache(config: PreTrainedConfig) -> DynamicCache:
+    """Return a cache for a model with ``config``; sliding-window layers keep the cache of transformers."""
+    cache = DynamicCache(config=config)
+    cache.layers = [_RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return cache
+
+
+def cache_argument(model: nn.Module) -> str:
+    """Return the name of the argument through which ``model`` takes a cache.
+
+    It is ``cache`` since transformers 5.24, and ``past_key_values`` in earlier versions and in models with custom code.
+    """
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+class _RoomyLayer(DynamicLayer):
+    """The cache of one layer; ``keys`` and ``values``, ``[rows, heads, tokens, head size]``, are views of larger
+    buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rooms: tuple[Tensor, ...] = ()
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Add tokens, and return the keys and values of all tokens."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        new, first = (key_states, value_states), self.get_seq_length()
+        end = first + key_states.shape[2]
+        if not self._rooms or self._rooms[0].shape[2] < end:
+            self._rooms = tuple(_with_room(known, states) for known, states in zip(self._known(), new, strict=True))
+        for room, states in zip(self._rooms, new, strict=True):
+            room[:, :, first:end] = states
+        self._see(end)
+        return self._known()
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only the rows in ``indices``."""
+        if not self._rooms:
+            return
+        self._rooms = tuple(room.index_select(0, indices) for room in self._rooms)
+        self._see(self.get_seq_length())
+
+    def _known(self) -> tuple[Tensor, Tensor]:
+        assert self.keys is not None
+        assert self.values is not None
+        return self.keys, self.values
+
+    def _see(self, num_tokens: int) -> None:
+        self.keys, self.values = (room[:, :, :num_tokens] for room in self._rooms)
+
+
+def _with_room(known: Tensor, new: Tensor) -> Tensor:
+    """Return a buffer that starts with ``known``, and has room for ``new`` and further tokens."""
+    num_tokens = (known.shape[2] if known.numel() else 0) + new.shape[2]
+    rows, heads, _, size = new.shape
+    room = torch.empty(rows, heads, int(num_tokens * _GROWTH) + 1, size, dtype=new.dtype, device=new.device)
+    if known.numel():
+        room[:, :, : known.shape[2]] = known
+    return room
 
 
 def max_positions(backbone: Backbone) -> int | None:

@@ -14,8 +14,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from alto.errors import DataError
-from alto.evaluation.answers import final_number
-from alto.evaluation.scorers import Answer, OnTurn
+from alto.evaluation.scorers import Answer, OnTurn, final_number
 from alto.spec import Scoring
 
 __all__ = ["Matching", "check_keys", "matching_of", "tool_calls_in"]

@@ -14,26 +14,58 @@ import torch
 from alto.backbone import Backbone, check_classifier, is_out_of_memory, limits_of, load_backbone, load_tokenizer
 from alto.data import Conversation, EncodedDataset, HeldoutRows, LabelledText, Pair, Row, encode_rows
 from alto.errors import DataError, DeviceMemoryError, NoResultError, SpecError
-from alto.evaluation.adapter import loaded_adapters
-from alto.evaluation.choices import Choices, options_of
-from alto.evaluation.generate import check_prompts, complete, max_positions
-from alto.evaluation.labelled import head_logits, label_metrics
-from alto.evaluation.loss import heldout_losses, reply_log_probs
-from alto.evaluation.matching import matching_of
-from alto.evaluation.predictions import predictions_of
-from alto.evaluation.prompts import Prompt, prompts_of
-from alto.evaluation.scorers import ScorerFailedError
+from alto.evaluation.generate import Prompt, check_prompts, complete, max_positions, prompts_of
+from alto.evaluation.loss import Choices, head_logits, heldout_losses, label_metrics, options_of, reply_log_probs
+from alto.evaluation.matching import Matching, matching_of
+from alto.evaluation.scorers import Answer, Scorer, ScorerFailedError
 from alto.evaluation.scoring import check_key_names, check_references, needed_of, scorable, scorer_of
 from alto.evaluation.settings import EvaluationSettings
-from alto.evaluation.target import BASE
+from alto.evaluation.target import BASE, loaded_adapters
 from alto.evaluation.vllm import complete_with_vllm
 from alto.lora import HEAD, SavedAdapter, ServedAdapters
 from alto.objectives.pairs import preference_metrics
-from alto.records import AdapterEvaluation, Evaluation, EvaluationResult
-from alto.spec import BaseModelSpec, Scoring
-from alto.spec.base_model import LOAD_IN_4BIT, quantisation_keys
+from alto.records import AdapterEvaluation, Evaluation, EvaluationResult, Prediction
+from alto.spec import LOAD_IN_4BIT, BaseModelSpec, Scoring, quantisation_keys
 
-__all__ = ["OnProgress", "measure"]
+__all__ = ["OnProgress", "measure", "predictions_of"]
+
+
+def predictions_of(
+    prompts: Sequence[Prompt], texts: Sequence[Sequence[int]], tokenizer: Any, *, weights: str, scorer: Scorer | None
+) -> list[Prediction]:
+    """Return a prediction for every prompt.
+
+    Args:
+        texts: Token ids of the text generated for each prompt.
+        weights: Name of the adapter that generated the texts, or of the base model.
+        scorer: Scores the texts; None leaves them without scores.
+
+    Raises:
+        ScorerFailedError: The scorer returns no scores.
+    """
+    answers = [
+        Answer(
+            prompt=tokenizer.decode(prompt.ids),
+            reference=prompt.reference,
+            answer=tokenizer.decode(text, skip_special_tokens=True),
+        )
+        for prompt, text in zip(prompts, texts, strict=True)
+    ]
+    scores = [None] * len(answers) if scorer is None else scorer(answers, lambda: None)
+    return [
+        Prediction(
+            weights=weights,
+            row=row,
+            prompt=one.prompt,
+            reference=one.reference,
+            generated=one.answer,
+            extracted=scorer.extracted(one.answer) if isinstance(scorer, Matching) else None,
+            correct=bool(score) if isinstance(scorer, Matching) else None,
+            score=None if score is None else float(score),
+        )
+        for row, (one, score) in enumerate(zip(answers, scores, strict=True), start=1)
+    ]
+
 
 _DECIDING = ("scorer", "keys", "pattern", "tolerance", "ignore_case", "function")
 """Settings of a scorer that affect its scores."""

@@ -7,10 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from alto.base import read_json, replace_file
 from alto.errors import RunError, RunWriteError
 from alto.records import Evaluation
-from alto.runs import replace_file
-from alto.spec.outside import read_json
 
 __all__ = ["add_evaluation", "check_metrics"]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from alto.backbone import Backbone, classifier_of, is_out_of_memory
-from alto.evaluation.adapter import loaded_adapters
+from alto.evaluation.target import loaded_adapters
 from alto.lora import (
     HEAD,
     PREFIX,

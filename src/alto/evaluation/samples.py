@@ -12,11 +12,10 @@ import torch
 from alto.backbone import Backbone
 from alto.data import Conversation, LabelledText, Pair
 from alto.errors import DataError
-from alto.evaluation.adapter import loaded_adapters
-from alto.evaluation.generate import complete, max_positions
-from alto.evaluation.guarded import Guard, failure_text
-from alto.evaluation.prompts import Prompt, prompt_of
+from alto.evaluation.generate import Prompt, complete, max_positions, prompt_of
+from alto.evaluation.scorers import Guard, failure_text
 from alto.evaluation.settings import EvaluationSettings
+from alto.evaluation.target import loaded_adapters
 from alto.lora import read_saved_adapter
 from alto.records import Sample, Samples
 

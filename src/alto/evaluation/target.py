@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from alto.backbone import resolve_model
+from alto.backbone import Backbone, resolve_model
 from alto.data.rows import listed
 from alto.errors import RunNotFoundError, SpecError
-from alto.lora import HEAD, SavedAdapter, is_adapter, read_saved_adapter
+from alto.lora import HEAD, SavedAdapter, ServedAdapters, check_fit, is_adapter, read_saved_adapter, serving
 from alto.records import LabelSet
 from alto.runs import RunDir, load_run_task, read_history
-from alto.spec import BaseModelSpec, Task
-from alto.spec.chat_template import TEMPLATE_NAME
-from alto.spec.labels import LABELS_NAME, labels_beside
+from alto.spec import LABELS_NAME, TEMPLATE_NAME, BaseModelSpec, Task, labels_beside
 
-__all__ = ["BASE", "EvaluationTarget", "adapter_folder", "best_of_jobs", "chat_template_beside", "find_target"]
+__all__ = [
+    "BASE",
+    "EvaluationTarget",
+    "adapter_folder",
+    "best_of_jobs",
+    "chat_template_beside",
+    "find_target",
+    "loaded_adapters",
+]
+
 
 BASE = "base"
 """Name of the base model without an adapter in results."""
@@ -294,3 +302,27 @@ def _base_model(adapters: Mapping[str, SavedAdapter], base: str | None) -> str:
             "adapters of each separately, or name the base model of all of them with --base"
         )
     return next(iter(named.values()))
+
+
+@contextlib.contextmanager
+def loaded_adapters(backbone: Backbone, adapters: Sequence[SavedAdapter | None], base: str) -> Iterator[ServedAdapters]:
+    """Load ``adapters`` onto ``backbone`` inside the context, one per slot; None means the base model alone.
+
+    Args:
+        base: Name of the base model in error messages.
+
+    Raises:
+        TargetModuleError: An adapter does not fit the model.
+    """
+    for adapter in adapters:
+        if adapter is not None:
+            check_fit(
+                backbone.model,
+                adapter,
+                base,
+                remedy="name the model it was trained on with --base",
+                otherwise=", or evaluate it with PEFT",
+            )
+    weights = [None if adapter is None else (adapter.weights, adapter.scales) for adapter in adapters]
+    with serving(backbone.model, weights, backbone.run_once, backbone.rows_in_pass) as served:
+        yield served

@@ -9,8 +9,7 @@ from tempfile import TemporaryDirectory
 from alto.backbone import load_config, resolve_model
 from alto.errors import DataError, UnsupportedError
 from alto.lora import SavedAdapter, is_read_per_expert, vllm_obstacle, vllm_rank, write_per_expert
-from alto.spec import BaseModelSpec
-from alto.spec.base_model import QUANTISATION_KEYS
+from alto.spec import QUANTISATION_KEYS, BaseModelSpec
 
 __all__ = ["complete_with_vllm"]
 

@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from alto.backbone import resolve_model
-from alto.runs import replace_file
-from alto.spec.base_objects import is_object_name
-from alto.spec.cache_home import cache_home
-from alto.spec.outside import read_json
+from alto.base import cache_home, read_json, replace_file
+from alto.spec import is_object_name
 from alto.version import version_of
 
 __all__ = ["Kind", "discard", "load", "name_of", "revise", "save", "versions", "weights_of"]

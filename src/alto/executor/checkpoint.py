@@ -24,9 +24,9 @@ from typing import Literal, TypeAlias
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from alto.base import open_regular, read_json, writing
 from alto.lora import AdapterWeights, OptimizerState, read_adapter
-from alto.runs import RunDir, sync_folder, writing
-from alto.spec.outside import open_regular, read_json
+from alto.runs import RunDir, sync_folder
 
 __all__ = ["Kind", "StateStore", "read_state", "write_state"]
 

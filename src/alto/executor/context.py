@@ -23,8 +23,7 @@ from alto.executor.tally import Evaluated
 from alto.lora import adapter_shape
 from alto.objectives import Objective, find_objective
 from alto.runs.events import ReferenceFact
-from alto.spec import BaseModelSpec, EarlyExit, Job, Task
-from alto.spec.metric import LOSS
+from alto.spec import LOSS, BaseModelSpec, EarlyExit, Job, Task
 
 __all__ = ["TaskContext"]
 

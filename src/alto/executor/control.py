@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Self
 
 from alto.errors import AltoError, JobCommandError, RunBusyError, RunWriteError
-from alto.executor.clone import clone_job, describe_changes
-from alto.executor.job_state import JobState
+from alto.executor.exploration import clone_job, describe_changes
 from alto.executor.lifecycle import JobLifecycle, start_like_others
+from alto.executor.planned_job import JobState
 from alto.executor.recorder import JournalRecorder
 from alto.executor.recovery import ResumeState
-from alto.executor.task_state import TaskState
+from alto.executor.slot_manager import TaskState
 from alto.records import ExitDecision, ExitReason
 from alto.runs import Action, Answer, Command, Event, Mailbox
 from alto.runs.events import CommandRefused, JobAdded, JobExited, JobReopened

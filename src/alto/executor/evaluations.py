@@ -5,16 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from alto.executor.job_state import JobState
 from alto.executor.lifecycle import JobLifecycle
-from alto.executor.memory_errors import RowTooLargeError
+from alto.executor.micro_batches import RowTooLargeError
+from alto.executor.planned_job import JobState
 from alto.executor.recorder import JournalRecorder
+from alto.executor.slot_manager import TaskState
 from alto.executor.start_adapter import beginning_with
 from alto.executor.tally import Evaluated
-from alto.executor.task_state import TaskState
 from alto.records import LossPoint, StartValue
-from alto.spec import ObjectiveSettings, Task
-from alto.spec.metric import LOSS, score_of
+from alto.spec import LOSS, ObjectiveSettings, Task, score_of
 
 __all__ = ["evaluate_base", "evaluate_jobs", "finish_jobs", "measure_best"]
 

@@ -10,8 +10,8 @@ from typing import ParamSpec
 import torch
 
 from alto.errors import DeviceMemoryError
-from alto.executor.job_state import JobState
-from alto.executor.memory_errors import RowTooLargeError
+from alto.executor.micro_batches import RowTooLargeError
+from alto.executor.planned_job import JobState
 from alto.executor.session import TaskSession
 from alto.executor.shared_bank import SharedBank
 from alto.scheduler import TokenShares, slot_shares

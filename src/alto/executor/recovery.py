@@ -10,19 +10,11 @@ from functools import cached_property
 from typing import Any, cast
 
 from alto.backbone import base_differences
+from alto.base import read_json, replace_file, writing
 from alto.data import TaskData, digest_of, running_digests
 from alto.errors import RunChangedError, RunError, RunNotFoundError
 from alto.executor.checkpoint import Kind, StateStore
-from alto.runs import (
-    JournalEntry,
-    Mailbox,
-    RunDir,
-    RunHistory,
-    check_can_continue,
-    read_intact_events,
-    replace_file,
-    writing,
-)
+from alto.runs import JournalEntry, Mailbox, RunDir, RunHistory, check_can_continue, read_intact_events
 from alto.runs.events import (
     NO_SEQ,
     BaseDescription,
@@ -36,12 +28,8 @@ from alto.runs.events import (
     decode,
     encode,
 )
-from alto.runs.events.codec import event_from
-from alto.runs.events.names import WIRE_NAMES
-from alto.spec import EarlyExit, JobConfig, Task
-from alto.spec.base_model import QUANTISATION_KEYS
-from alto.spec.outside import read_json
-from alto.spec.refit import Refit
+from alto.runs.events.codec import WIRE_NAMES, event_from
+from alto.spec import QUANTISATION_KEYS, EarlyExit, JobConfig, Refit, Task
 
 __all__ = [
     "ResumeState",

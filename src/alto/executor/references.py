@@ -15,11 +15,10 @@ from alto.data import EncodedDataset, JobRows, TaskData, collate, digest_of, dum
 from alto.errors import DeviceMemoryError, ModelError
 from alto.executor import cache
 from alto.executor.context import TaskContext
-from alto.executor.memory_errors import RowTooLargeError, watching
-from alto.executor.micro_batches import MicroBatches
+from alto.executor.micro_batches import MicroBatches, RowTooLargeError, watching
 from alto.executor.start_adapter import Within, beginning_with
 from alto.objectives import reference_sums
-from alto.spec.base_model import LOAD_IN_4BIT
+from alto.spec import LOAD_IN_4BIT
 
 COLUMNS = 4
 """Numbers for every pair: the log-probs of both replies, and for each reply the part that comes from tokens beyond the

@@ -8,24 +8,22 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from alto.backbone import is_out_of_memory
+from alto.base import resume_command
 from alto.errors import DeviceMemoryError, TaskInterruptedError
-from alto.executor.admission import Admission, GpuOffers
-from alto.executor.beginning import RunStart, begin_task
-from alto.executor.conclusion import Hooks, conclude
+from alto.executor.conclusion import Hooks, conclude, hold_rung
 from alto.executor.context import TaskContext
 from alto.executor.control import Control
 from alto.executor.evaluations import evaluate_jobs, finish_jobs, measure_best
 from alto.executor.exploration import EXPLORING_SHARE, Exploration
-from alto.executor.job_state import JobState
-from alto.executor.lifecycle import JobLifecycle
-from alto.executor.memory_errors import RowTooLargeError
+from alto.executor.lifecycle import Admission, GpuOffers, JobLifecycle
+from alto.executor.micro_batches import RowTooLargeError
+from alto.executor.planned_job import JobState
 from alto.executor.profiling.refine import StepTimes
 from alto.executor.recorder import JournalRecorder
-from alto.executor.rungs import hold_rung
 from alto.executor.shared_bank import SharedBank
-from alto.executor.stages import state_before_training
-from alto.executor.task_state import TaskState
-from alto.runs import Command, Journal, Mailbox, resume_command
+from alto.executor.slot_manager import TaskState
+from alto.executor.stages import RunStart, begin_task, state_before_training
+from alto.runs import Command, Journal, Mailbox
 from alto.scheduler import ReceivedShare
 from alto.search import TimeSpent
 

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
 
+from alto.early_exit import Selection
 from alto.errors import DeviceMemoryError
 from alto.executor.checkpoint import StateStore, read_state, write_state
 from alto.executor.context import TaskContext
-from alto.executor.job_state import JobState
 from alto.executor.micro_batches import OnMemoryEvent
+from alto.executor.planned_job import JobState
 from alto.executor.shared_bank import SharedBank
-from alto.executor.stopwatch import Stopwatch
+from alto.executor.tally import Stopwatch
 from alto.executor.trainer import Trainer
 from alto.lora import AdapterWeights, ModuleNames, read_adapter, write_adapter
 from alto.runs import RunDir
 
-__all__ = ["SlotManager"]
+__all__ = ["SlotManager", "TaskState"]
 
 
 class SlotManager:
@@ -305,3 +307,55 @@ class SlotManager:
 
     def _write_adapter(self, folder: Path, job: JobState, weights: AdapterWeights) -> None:
         write_adapter(folder, weights, job.config, self.context.backbone.path, self._names)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class TaskState:
+    """The state of a running task, equal on all ranks except for the contents of the banks.
+
+    Attributes:
+        context: The task's context.
+        jobs: Every job by id; jobs that are added while the task runs come last.
+        selection: Knows which jobs train, wait at a rung, or have ended.
+        slot_manager: Moves jobs between slots and disk.
+        ahead: Jobs that wait at a rung and continue in idle slots.
+    """
+
+    context: TaskContext
+    jobs: dict[str, JobState]
+    selection: Selection
+    slot_manager: SlotManager
+    ahead: frozenset[str] = frozenset()
+
+    @property
+    def trainer(self) -> Trainer:
+        """The trainer of the resident jobs; :meth:`SlotManager.fit` may replace it."""
+        return self.slot_manager.trainer
+
+    @property
+    def stopwatch(self) -> Stopwatch:
+        """Adds up the time that the task spends on each activity."""
+        return self.slot_manager.stopwatch
+
+    def is_competing(self, job: JobState) -> bool:
+        """Return whether the job has not ended."""
+        return self.selection.is_training(job.id)
+
+    def active(self) -> list[JobState]:
+        """Return the resident jobs that take the next step."""
+        return [job for job in self.jobs.values() if job.slot is not None and self._trains(job)]
+
+    def slots(self) -> frozenset[int]:
+        """Return the slots of the resident jobs."""
+        return frozenset(job.slot for job in self.jobs.values() if job.slot is not None)
+
+    def in_slot(self, slot: int) -> JobState:
+        """Return the job that is resident in ``slot``."""
+        return next(job for job in self.jobs.values() if job.slot == slot)
+
+    def competing(self) -> Iterator[JobState]:
+        """Yield the jobs that have not ended."""
+        return (self.jobs[job] for job in self.selection.training)
+
+    def _trains(self, job: JobState) -> bool:
+        return job.id in self.ahead or not self.selection.is_waiting(job.id)

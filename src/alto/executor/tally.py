@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 
 from alto.objectives import DerivedMetrics, Terms
 from alto.records import LabelSet
-from alto.spec.metric import source_metric
+from alto.spec import source_metric
 
-__all__ = ["Derivation", "Evaluated", "Tally"]
+__all__ = ["Derivation", "Evaluated", "Stopwatch", "Tally"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,3 +155,29 @@ def _rows_of_sources(sources: Sequence[tuple[str, int]]) -> Iterator[tuple[str, 
     for name, count in sources:
         yield name, range(first, first + count)
         first += count
+
+
+class Stopwatch:
+    """Adds up the time that a task spends on each activity.
+
+    Args:
+        before_s: Seconds by activity, from before the task was interrupted.
+
+    Attributes:
+        time_s: Seconds by activity: ``training``, ``evaluation``, ``saving``.
+    """
+
+    def __init__(self, before_s: Mapping[str, float] | None = None) -> None:
+        self.time_s = {"training": 0.0, "evaluation": 0.0, "saving": 0.0, **(before_s or {})}
+
+    def add(self, what: Literal["training", "evaluation", "saving"], seconds: float) -> None:
+        self.time_s[what] += seconds
+
+    @contextlib.contextmanager
+    def timing(self, what: Literal["training", "evaluation", "saving"]) -> Iterator[None]:
+        """Add the time until the block is left."""
+        began_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(what, time.perf_counter() - began_s)

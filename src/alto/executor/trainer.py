@@ -17,16 +17,12 @@ from torch import Tensor
 from alto.backbone import Backbone, is_out_of_memory, release_memory
 from alto.data import EvaluationSplit, JobRows, share_rows
 from alto.errors import DeviceMemoryError
+from alto.executor.auxiliary import Divergences, RouterBalance
 from alto.executor.context import TaskContext
-from alto.executor.divergence import Divergences
-from alto.executor.forward_plan import schedule_of, training_pass
-from alto.executor.job_state import JobState
-from alto.executor.memory_errors import NoMemoryError, watching
-from alto.executor.micro_batches import MicroBatches
-from alto.executor.prepared import PreparedStep
-from alto.executor.rank_share import JobBatch, RankShare, slot_of
+from alto.executor.forward_plan import JobBatch, PreparedStep, RankShare, schedule_of, slot_of, training_pass
+from alto.executor.micro_batches import MicroBatches, NoMemoryError, watching
+from alto.executor.planned_job import JobState
 from alto.executor.ranks import Ranks
-from alto.executor.router_balance import RouterBalance
 from alto.executor.start_adapter import Within
 from alto.executor.tally import Derivation, Evaluated, Tally
 from alto.kernels import upload
@@ -47,7 +43,7 @@ __all__ = ["Trainer"]
 
 
 class Trainer:
-    """Trains the jobs in its slots; makes no decisions. Built by :func:`alto.executor.assembly.build_trainer`.
+    """Trains the jobs in its slots; makes no decisions. Built by :func:`alto.executor.shared_bank.build_trainer`.
 
     Rows and objective come from the context of each job's task. The bank may hold jobs of several tasks, which train in
     the same micro-batches. In every list of jobs, the jobs of a task are next to each other.

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from alto.records import LabelSet
-from alto.spec.base_objects import is_object_name
-from alto.spec.chat_template import TEMPLATE_NAME
+from alto.spec import TEMPLATE_NAME, is_object_name
 
 __all__ = ["ModelUse", "adapter_tags", "card_header", "with_code", "without_header"]
 

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 
 from alto.records import ExitReason, Lead
 from alto.runs import JobHistory, RunHistory
-from alto.runs.configurations import ConfigurationHistory, repeated_configurations
 from alto.runs.events import RungScored
-from alto.runs.lead import lead_of_winner
-from alto.spec.metric import LOSS, loss_scale
+from alto.runs.lead import ConfigurationHistory, lead_of_winner, repeated_configurations
+from alto.spec import LOSS, loss_scale
 
 __all__ = ["choice_notes"]
 

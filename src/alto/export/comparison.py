@@ -13,6 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from alto.base import replace_file
 from alto.errors import RunWriteError
 from alto.export.figures import CurveFigure, choose_view, curve_data
 from alto.export.metrics import loss_unit
@@ -27,7 +28,7 @@ from alto.export.wording import (
     short_name,
     short_path,
 )
-from alto.runs import RunHistory, read_history, replace_file
+from alto.runs import RunHistory, read_history
 
 __all__ = ["comparison_table", "write_comparison"]
 

@@ -17,7 +17,7 @@ from alto.export.metrics import is_share, metric_name
 from alto.export.tables import JobRow
 from alto.export.wording import describe_rung, format_count, format_duration, format_loss, format_share
 from alto.runs import JobHistory, RunHistory
-from alto.spec.metric import source_of
+from alto.spec import source_of
 
 __all__ = [
     "TRAINING_LOSS",

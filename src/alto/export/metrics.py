@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from alto.export.wording import clean, format_loss, format_share
 from alto.runs import JobHistory, RunHistory
-from alto.spec.metric import source_of
+from alto.spec import source_of
 
 __all__ = [
     "describe_metrics",

@@ -13,6 +13,7 @@ from typing import Any
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from alto.base import replace_file, write_error
 from alto.export.metrics import format_metric, metric_name, short_metric
 from alto.export.wording import (
     clean,
@@ -27,7 +28,6 @@ from alto.export.wording import (
     format_share,
     short_name,
 )
-from alto.runs import replace_file, write_error
 
 __all__ = ["page_environment", "plotly_bundle", "render_fragment", "render_page", "timestamp", "write_page"]
 

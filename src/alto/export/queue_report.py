@@ -12,7 +12,7 @@ from alto.export.gantt import gantt_figure
 from alto.export.pages import render_page, timestamp, write_page
 from alto.export.wording import clean, describe_config, tidy_config, varying_keys
 from alto.runs import Attempt, QueueHistory, RunHistory, TaskHistory, TaskStage, read_history, read_queue_history
-from alto.runs.device_hours import DeviceHours, device_hours, price_of_hour
+from alto.runs.progress import DeviceHours, device_hours, price_of_hour
 
 __all__ = ["write_queue_report"]
 

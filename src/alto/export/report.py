@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
+from alto.base import read_json
 from alto.errors import RunError
 from alto.export.choice import choice_notes
 from alto.export.importance import MIN_JOBS, importance_of_settings
@@ -13,7 +15,6 @@ from alto.export.metrics import describe_metrics, describe_test, loss_unit
 from alto.export.pages import render_page, timestamp, write_page
 from alto.export.run_drawings import run_figures
 from alto.export.tables import job_table, run_notes
-from alto.export.winner import winner_commands, winner_yaml
 from alto.export.wording import (
     clean,
     describe_refit,
@@ -24,14 +25,65 @@ from alto.export.wording import (
     tidy_config,
     varying_keys,
 )
-from alto.runs import RunHistory, Stage, read_history
-from alto.runs.device_hours import device_hours, price_of_hour
+from alto.runs import JobHistory, RunHistory, Stage, read_history
 from alto.runs.lead import lead_of_winner
-from alto.runs.progress import exit_totals, rung_costs, time_saved_s
-from alto.spec.labels import LABELS_NAME
-from alto.spec.outside import read_json
+from alto.runs.progress import device_hours, exit_totals, price_of_hour, rung_costs, time_saved_s
+from alto.spec import LABELS_NAME, write_yaml
 
-__all__ = ["report_page", "write_report"]
+__all__ = ["report_page", "winner_commands", "winner_yaml", "write_report"]
+
+
+_LEAST_VLLM_RANK = 8
+
+
+def winner_yaml(history: RunHistory, winner: JobHistory) -> str:
+    """Return the winner's configuration as keys of a task file, without the rows to train on."""
+    keys = {"method": history.method, **winner.config}
+    if history.started is not None and history.started.model:
+        keys = {"model": history.started.model, **keys}
+    return write_yaml(keys)
+
+
+def winner_commands(
+    history: RunHistory, winner: JobHistory, run_dir: Path, *, has_labels: bool
+) -> list[tuple[str, str]]:
+    """Return what each command does, and the command.
+
+    Args:
+        history: A finished run.
+        winner: The best job of the run.
+        run_dir: Folder of the run.
+        has_labels: Whether the adapter has a classification head, so that it cannot generate text.
+    """
+    run = shlex.quote(str(run_dir))
+    alone = (
+        "Train its configuration alone, after you put the keys below and your rows into a task file",
+        "alto tune winner.yaml",
+    )
+    if has_labels:
+        return [alone]
+    return [
+        ("Compare it with the base model", f"alto eval {run} --baseline"),
+        (
+            "Write its answers and the base model's answers to a file",
+            f"alto eval {run} --save-predictions answers.jsonl",
+        ),
+        ("Serve it with vLLM", _vllm_command(history, winner, run_dir)),
+        alone,
+    ]
+
+
+def _vllm_command(history: RunHistory, winner: JobHistory, run_dir: Path) -> str:
+    base = "BASE" if history.started is None else history.started.base_model or history.started.model or "BASE"
+    rank = winner.config.get("r")
+    # vLLM allocates memory for certain ranks from 8 on, among them powers of two.
+    needed = max(_LEAST_VLLM_RANK, rank if isinstance(rank, int) else _LEAST_VLLM_RANK)
+    adapter = shlex.quote(f"{history.name}={run_dir / 'best'}")
+    return (
+        f"vllm serve {shlex.quote(base)} --enable-lora --max-lora-rank {1 << (needed - 1).bit_length()} "
+        f"--lora-modules {adapter}"
+    )
+
 
 REPORT_NAME = "report.html"
 RUNGS = ("early_exit", "rungs")
@@ -52,7 +104,7 @@ def write_report(run_dir: str | Path, *, price: float | None = None) -> Path:
 
     Args:
         run_dir: Folder of the run.
-        price: Price of an hour of one GPU; None takes that of :func:`alto.runs.device_hours.price_of_hour`.
+        price: Price of an hour of one GPU; None takes that of :func:`alto.runs.progress.price_of_hour`.
 
     Raises:
         RunNotFoundError: ``run_dir`` holds no journal.

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from alto.base import quoted
 from alto.errors import SpecError, UnsupportedError
 from alto.importing.draft import Draft, checked
 from alto.importing.sources import Source, message_form, put_sources, readable_path
-from alto.spec.method import Method
-from alto.spec.quoting import quoted
+from alto.spec import Method
 
 __all__ = ["read_datasets"]
 

@@ -12,17 +12,22 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from alto.base import quoted
 from alto.errors import ConflictingKeysError, SpecError, UnsupportedError
 from alto.importing.draft import Answers, Draft, Note, NoteKind
 from alto.importing.imported import searched_fields
 from alto.importing.trl import FORM, read_adapter, read_trl
-from alto.spec.auto_space import AUTO, auto_space
-from alto.spec.base_objects import is_object_name
-from alto.spec.keys import JOB_ALIASES, TASK_ALIASES
-from alto.spec.method import SETTING_ALIASES, find_method
-from alto.spec.quoting import quoted
-from alto.spec.row_objects import first_row
-from alto.spec.search_space import SearchSpace
+from alto.spec import (
+    AUTO,
+    JOB_ALIASES,
+    SETTING_ALIASES,
+    TASK_ALIASES,
+    SearchSpace,
+    auto_space,
+    find_method,
+    first_row,
+    is_object_name,
+)
 
 __all__ = ["read_config_objects"]
 

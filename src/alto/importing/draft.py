@@ -9,13 +9,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
 
+from alto.base import nearest_key, quoted
 from alto.errors import SpecError
-from alto.spec.job_config import JOB_FIELDS
-from alto.spec.keys import NOT_NEEDED_KEYS, UNSUPPORTED_KEYS, asks_for_nothing
-from alto.spec.method import Method
-from alto.spec.quoting import quoted
-from alto.spec.suggestions import nearest_key
-from alto.spec.task import TASK_FIELDS
+from alto.spec import JOB_FIELDS, NOT_NEEDED_KEYS, TASK_FIELDS, UNSUPPORTED_KEYS, Method, asks_for_nothing
 
 __all__ = ["Answers", "Draft", "Note", "NoteKind", "checked"]
 

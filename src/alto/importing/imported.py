@@ -3,24 +3,158 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from alto.base import quoted, read_json
 from alto.errors import SpecError, UnsupportedError
-from alto.importing.combine import combined
+from alto.importing import axolotl, llamafactory, trl
 from alto.importing.draft import Draft, Note
-from alto.importing.tools import Tool, find_tool, recognise
-from alto.spec.keys import JOB_ALIASES, TASK_ALIASES
-from alto.spec.load import overridden, parse_override, read_mapping
-from alto.spec.method import SETTING_ALIASES
-from alto.spec.outside import read_json
-from alto.spec.quoting import quoted
-from alto.spec.strict_yaml import write_yaml
-from alto.spec.task import TASK_FIELDS, Task
+from alto.spec import (
+    JOB_ALIASES,
+    SETTING_ALIASES,
+    TASK_ALIASES,
+    TASK_FIELDS,
+    JobConfig,
+    Method,
+    Task,
+    find_method,
+    overridden,
+    parse_override,
+    read_mapping,
+    write_yaml,
+    written,
+)
 
-__all__ = ["ImportedFile", "ImportedTask", "import_file", "imported_task", "searched_fields"]
+__all__ = [
+    "TOOLS",
+    "ImportedFile",
+    "ImportedTask",
+    "Tool",
+    "combined",
+    "find_tool",
+    "import_file",
+    "imported_task",
+    "recognise",
+    "searched_fields",
+]
+
+
+# Combination of several configurations into one task: equal values are fixed, different ones form a paired search
+# space.
+
+
+def combined(configurations: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the keys of one task that has a job for each of ``configurations``.
+
+    Args:
+        configurations: Task keys of each file, by the file's name.
+
+    Raises:
+        SpecError: They differ in a key that must be the same for all jobs of a task, or do not differ at all.
+    """
+    names, given = list(configurations), list(configurations.values())
+    if len(given) == 1:
+        return dict(given[0])
+    keys = list(dict.fromkeys(key for values in given for key in values))
+    apart = [key for key in keys if key in TASK_FIELDS and not _is_same([values.get(key) for values in given])]
+    if apart:
+        found = "; ".join(f"{key} {', '.join(quoted(values.get(key)) for values in given)}" for key in apart)
+        raise SpecError(
+            f"{', '.join(names)}: expected configurations of one task, with the same model, dataset and "
+            f"other keys that apply to all jobs, found {found}. Import them one by one."
+        )
+    method = find_method(given[0].get("method", "sft"))
+    varied = {}
+    for key in keys:
+        if key in TASK_FIELDS:
+            continue
+        column = [values[key] if key in values else _default(key, method) for values in given]
+        if not _is_same(column):
+            varied[key] = column
+    if not varied:
+        raise SpecError(f"{', '.join(names)}: expected different configurations, found equal ones. Import one of them.")
+    fixed = {key: value for key, value in given[0].items() if key not in varied}
+    shared = {key: values[key] for values in given for key in values if key not in varied and key not in fixed}
+    space: dict[str, Any] = dict(varied) if len(varied) == 1 else {"paired": varied}
+    return {**fixed, **shared, "search_space": space}
+
+
+def _is_same(values: Sequence[Any]) -> bool:
+    return all(value == values[0] for value in values)
+
+
+def _default(key: str, method: Method) -> Any:
+    """Return the default of a job's field, as it is written in a task file."""
+    if key == "lora_alpha":
+        return "2*r"
+    field = method.fields[key] if key in method.fields else JobConfig.model_fields[key]
+    return written(key, field.default)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    """A tool whose configurations can be imported.
+
+    Attributes:
+        title: Name of the tool in messages.
+        marks: Keys that identify its configurations.
+        read: Converts a draft to a task; its second argument is the method that the user named, or None.
+    """
+
+    title: str
+    marks: frozenset[str]
+    read: Callable[[Draft, str | None], None]
+
+
+TOOLS: Mapping[str, Tool] = {
+    "llamafactory": Tool(title="LLaMA-Factory", marks=llamafactory.MARKS, read=llamafactory.read_llamafactory),
+    "axolotl": Tool(title="Axolotl", marks=axolotl.MARKS, read=axolotl.read_axolotl),
+    "trl": Tool(title="TRL", marks=trl.MARKS, read=trl.read_trl),
+}
+"""All tools by their names in the option ``--from``."""
+
+
+def find_tool(name: str) -> Tool:
+    """Return the tool called ``name``.
+
+    Raises:
+        SpecError: There is no such tool.
+    """
+    if name not in TOOLS:
+        raise SpecError(f"--from: expected one of {', '.join(TOOLS)}, found {quoted(name)}. Write one of these.")
+    return TOOLS[name]
+
+
+def recognise(keys: Collection[str], where: str) -> Tool:
+    """Return the tool that has the most of ``keys`` among its marks.
+
+    Args:
+        keys: Keys of the configuration.
+        where: File of the configuration, for error messages.
+
+    Raises:
+        SpecError: No tool has any of the keys, two tools have equally many, or the configuration is a W&B sweep.
+    """
+    if {"parameters", "method"} <= set(keys):
+        raise SpecError(
+            f"{where}: expected a configuration of {', '.join(tool.title for tool in TOOLS.values())}, found a sweep "
+            "of W&B. Import the configuration that it varies, and give the sweep's parameters unchanged: --set "
+            "'search_space={learning_rate: {distribution: log_uniform_values, min: 1e-5, max: 1e-3}}'."
+        )
+    counts = {name: len(tool.marks.intersection(keys)) for name, tool in TOOLS.items()}
+    most = max(counts.values())
+    best = [name for name, count in counts.items() if count == most]
+    if most == 0 or len(best) > 1:
+        found = "none of their keys" if most == 0 else f"as many keys of {' as of '.join(best)}"
+        raise SpecError(
+            f"{where}: expected a configuration of {', '.join(tool.title for tool in TOOLS.values())}, found "
+            f"{found}. Name the tool with --from {' or '.join(TOOLS)}."
+        )
+    return TOOLS[best[0]]
+
 
 _PATHS = ("model", "dataset", "validation_dataset", "test_dataset", "chat_template")
 _MAX_BYTES = 2 * 1024**2

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from alto.base import quoted
 from alto.errors import UnsupportedError
 from alto.importing.draft import Draft, checked
-from alto.spec.data_keys import default_name
-from alto.spec.quoting import quoted
+from alto.spec import default_name
 
 __all__ = ["Source", "message_form", "put_sources", "readable_path", "report_split"]
 

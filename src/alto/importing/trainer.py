@@ -6,14 +6,10 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from alto.base import quoted, strict_json
 from alto.errors import SpecError
 from alto.importing.draft import Draft, checked
-from alto.spec.chat_template import is_template_text
-from alto.spec.method import Method
-from alto.spec.outside import strict_json
-from alto.spec.quoting import quoted
-from alto.spec.task import TRACKERS
-from alto.spec.validation import is_finite_number
+from alto.spec import TRACKERS, Method, is_finite_number, is_template_text
 
 __all__ = [
     "compares_replies_as_tool",

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from alto.base import quoted
 from alto.errors import SpecError, UnsupportedError
 from alto.importing.draft import Answers, Draft, checked
 from alto.importing.sources import Source, put_sources, readable_path, report_split
@@ -16,11 +17,7 @@ from alto.importing.trainer import (
     read_trainer_keys,
     set_defaults,
 )
-from alto.spec.keys import NOT_NEEDED_KEYS
-from alto.spec.method import find_method
-from alto.spec.module_names import PEFT_DEFAULT
-from alto.spec.objective_settings import KTO_LOSS_TYPES, LOSS_TYPES
-from alto.spec.quoting import quoted
+from alto.spec import KTO_LOSS_TYPES, LOSS_TYPES, NOT_NEEDED_KEYS, PEFT_DEFAULT, find_method
 
 __all__ = ["FORM", "MARKS", "read_adapter", "read_trl"]
 

@@ -22,8 +22,7 @@ from alto.kernels.forward_table import upload
 from alto.kernels.function import FrozenLayer
 from alto.kernels.operands import LoraOperands
 from alto.kernels.schedule import TokenSchedule
-from alto.kernels.slot_bias import segment_sums
-from alto.kernels.slot_tensors import SlotTensors
+from alto.kernels.slot_tensors import SlotTensors, segment_sums
 
 __all__ = ["FrozenMatrix", "adapted_norms", "dropped_inputs", "frozen_product", "scaled_by_magnitude"]
 

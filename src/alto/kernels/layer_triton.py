@@ -14,16 +14,21 @@ from alto.kernels.layer_reference import NormKind
 from alto.kernels.triton_config import (
     MAX_NORM_WIDTH,
     KernelConfig,
+    ceil_div,
     cross_entropy_config,
+    launch,
     rms_norm_config,
     rotary_config,
     swiglu_config,
 )
-from alto.kernels.triton_kernels.cross_entropy import cross_entropy_kernel
-from alto.kernels.triton_kernels.rms_norm import rms_norm_backward_kernel, rms_norm_kernel
-from alto.kernels.triton_kernels.rotary import rotary_kernel
-from alto.kernels.triton_kernels.swiglu import swiglu_backward_kernel, swiglu_kernel
-from alto.kernels.triton_launch import ceil_div, launch
+from alto.kernels.triton_kernels.layers import (
+    cross_entropy_kernel,
+    rms_norm_backward_kernel,
+    rms_norm_kernel,
+    rotary_kernel,
+    swiglu_backward_kernel,
+    swiglu_kernel,
+)
 
 __all__ = [
     "MAX_NORM_WIDTH",

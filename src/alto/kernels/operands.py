@@ -9,17 +9,137 @@ as ``[r, N]``. Nothing is padded, so offsets depend only on the slot's own adapt
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from alto.kernels.forward_table import upload
-from alto.kernels.gradients import GradientTiles, GroupGradients
 
-__all__ = ["VECTOR_SIZE", "LoraOperands", "SlotMatrices"]
+__all__ = [
+    "VECTOR_SIZE",
+    "GradientSteps",
+    "GradientTiles",
+    "GroupGradients",
+    "LoraOperands",
+    "RowParts",
+    "SlotMatrices",
+]
+
+
+# The step in which each gradient of a bank was written: the first product of a step overwrites, later ones are added.
+#
+# So gradients need not be zeroed after a step, and none is read before the first product of the next step. Kernels may
+# also store the sum of squares of every gradient tile they write, so that a gradient's norm needs no extra pass over
+# it.
+
+
+class GradientTiles(NamedTuple):
+    """The tiles in which kernels write gradients.
+
+    Attributes:
+        wide: Number of features per tile.
+        narrow: Largest number of ranks per tile.
+        many, wide_of_many: If a bank may have more than ``many`` ranks side by side, tiles have ``wide_of_many``
+            features.
+    """
+
+    wide: int
+    narrow: int
+    many: int
+    wide_of_many: int
+
+    def num_sums(
+        self, in_features: int, out_features: Sequence[int], ranks: Sequence[int], max_rank: int
+    ) -> tuple[int, ...]:
+        """Return the number of tiles of a group's ``A`` and of every member's ``B``, for an adapter with these ranks in
+        a bank with up to ``max_rank``."""
+        a = self._num_tiles(in_features, sum(ranks), max_rank * len(ranks))
+        bs = (self._num_tiles(wide, rank, max_rank) for wide, rank in zip(out_features, ranks, strict=True))
+        return a, *bs
+
+    def _num_tiles(self, wide: int, narrow: int, most: int) -> int:
+        columns = self.wide_of_many if most > self.many else self.wide
+        return -(-wide // columns) * -(-narrow // self.narrow)
+
+
+class GradientSteps:
+    """Step numbers of all slots, shared by all groups of modules of a bank."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.of_slots = [0] * num_slots
+
+    def end(self, slots: Sequence[int]) -> None:
+        """End the current step of ``slots``; their gradients are no longer needed."""
+        for slot in slots:
+            self.of_slots[slot] += 1
+
+
+class GroupGradients:
+    """The record of which gradients of one group of modules were written in the current step.
+
+    Args:
+        steps: Step numbers of the bank.
+    """
+
+    def __init__(self, steps: GradientSteps) -> None:
+        self._steps = steps.of_slots
+        self._written = [-1] * len(steps.of_slots)
+
+    def begin(self, slots: Sequence[int]) -> tuple[bool, ...]:
+        """Return whether each of ``slots`` already has a gradient of its current step, and mark all of them as having
+        one."""
+        steps, written = self._steps, self._written
+        found = tuple([written[slot] == steps[slot] for slot in slots])
+        if not all(found):
+            for slot in slots:
+                written[slot] = steps[slot]
+        return found
+
+    def has(self, slot: int) -> bool:
+        """Return whether ``slot`` has a gradient of its current step."""
+        return self._written[slot] == self._steps[slot]
+
+
+class RowParts(NamedTuple):
+    """Ends of the parts of an adapter's row; each part begins where the previous one ends, and may be empty.
+
+    Attributes:
+        a_end: End of ``A``: weight decay and the learning rate of ``A``.
+        decayed_end: End of ``B`` and vectors with weight decay; the learning rate of ``B`` (LoRA+).
+        vectors_end: End of vectors without weight decay; the learning rate of ``B``.
+        end: End of all other tensors: weight decay and the learning rate of ``A``. Equals the number of parameters of
+            the adapter.
+    """
+
+    a_end: int
+    decayed_end: int
+    vectors_end: int
+    end: int
+
+    def spans(self, rates: tuple[float, float], weight_decay: float) -> Iterator[tuple[int, int, float, float]]:
+        """Yield start, end, learning rate and weight decay of as few runs of elements as possible.
+
+        Args:
+            rates: Learning rates of ``A`` and of ``B``.
+            weight_decay: Weight decay of the parts that have it.
+        """
+        rate_of_a, rate_of_b = rates
+        first, settings = 0, (rate_of_a, weight_decay)
+        parts = ((rate_of_a, weight_decay), (rate_of_b, weight_decay), (rate_of_b, 0.0), (rate_of_a, weight_decay))
+        start = 0
+        for end, of_part in zip(self, parts, strict=True):
+            if end > start and of_part != settings:
+                if start > first:
+                    yield first, start, *settings
+                first, settings = start, of_part
+            start = end
+        if start > first:
+            yield first, start, *settings
+
 
 VECTOR_SIZE = 8
 """Largest number of two-byte elements that one GPU instruction can move."""

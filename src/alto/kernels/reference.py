@@ -14,9 +14,7 @@ import torch
 from torch import Tensor
 
 from alto.kernels.dropout import dropped
-from alto.kernels.gradients import GradientTiles
-from alto.kernels.operands import LoraOperands, SlotMatrices
-from alto.kernels.row_parts import RowParts
+from alto.kernels.operands import GradientTiles, LoraOperands, RowParts, SlotMatrices
 from alto.kernels.schedule import TokenSchedule
 from alto.kernels.stochastic_rounding import random_bits, rounded
 

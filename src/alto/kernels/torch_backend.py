@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from alto.kernels.dropout import DropoutKey, dropped
-from alto.kernels.operands import LoraOperands, SlotMatrices
+from alto.kernels.operands import LoraOperands, RowParts, SlotMatrices
 from alto.kernels.reference import compile_kernels, gradient_tiles, narrow_rows, summed_norms, working_dtype
-from alto.kernels.row_parts import RowParts
 from alto.kernels.schedule import TokenSchedule
 from alto.kernels.stochastic_rounding import MomentRounding
 

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from alto.kernels.forward_table import upload
-from alto.kernels.operands import VECTOR_SIZE, LoraOperands
-from alto.kernels.row_parts import RowParts
+from alto.kernels.operands import VECTOR_SIZE, LoraOperands, RowParts
 from alto.kernels.schedule import TokenSchedule
 from alto.kernels.triton_config import (
     ADAMW_BLOCK,
@@ -26,9 +25,13 @@ from alto.kernels.triton_config import (
     SPLIT,
     adamw_config,
     backward_weight_config,
+    ceil_div,
+    collected_launches,
+    compiled_launches,
     dy_config,
     expand_config,
     gradient_tiles,
+    launch,
     narrow_dtype,
     shrink_config,
     square_sums_config,
@@ -36,13 +39,16 @@ from alto.kernels.triton_config import (
     total_norms_config,
     working_dtype,
 )
-from alto.kernels.triton_kernels.adamw import adamw_kernel
 from alto.kernels.triton_kernels.backward_weight import da_kernel
 from alto.kernels.triton_kernels.dy import dy_kernel
 from alto.kernels.triton_kernels.expand import dx_kernel, expand_kernel
-from alto.kernels.triton_kernels.norms import square_sums_kernel, summed_norms_kernel, total_norms_kernel
+from alto.kernels.triton_kernels.optimizer import (
+    adamw_kernel,
+    square_sums_kernel,
+    summed_norms_kernel,
+    total_norms_kernel,
+)
 from alto.kernels.triton_kernels.shrink import shrink_kernel
-from alto.kernels.triton_launch import ceil_div, collected_launches, compiled_launches, launch
 
 __all__ = [
     "bank_adamw",

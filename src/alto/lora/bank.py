@@ -8,19 +8,83 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from alto.kernels import GradientSteps, GradientTiles, GroupGradients, LoraOperands, SlotTensors
-from alto.lora.layout import AdapterShape, BankLayout, ExtraTensor, RowPlaces, TargetModule
-from alto.lora.square_sums import SquareSums
-from alto.lora.weights import AdapterWeights
-from alto.spec import AdapterDtype
-from alto.spec.initial_weights import InitLoraWeights
+from alto.lora.layout import AdapterShape, AdapterWeights, BankLayout, ExtraTensor, GroupPlace, RowPlaces, TargetModule
+from alto.spec import AdapterDtype, InitLoraWeights
 
-__all__ = ["ADAPTER_DTYPES", "AdapterBank"]
+__all__ = ["ADAPTER_DTYPES", "AdapterBank", "SquareSums"]
+
+
+# Sums of squares of a bank's gradients, one per tile, written by the same kernels that write the gradients.
+#
+# Shapes: ``Z`` slots, ``C`` tiles of the largest adapter.
+
+_ROW_ALIGNMENT = 16
+
+
+class SquareSums:
+    """The sums of all slots, and which slots' sums cover the whole gradient of the current step.
+
+    An adapter's sums lie in its row in the order of its own groups, independent of other adapters.
+
+    Args:
+        groups: Indices of the groups whose kernels write sums.
+        tiles: Tiles of the gradients.
+        dtype: Dtype of the sums.
+    """
+
+    def __init__(
+        self,
+        layout: BankLayout,
+        groups: Collection[int],
+        num_slots: int,
+        tiles: GradientTiles,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self._layout, self.groups, self.tiles = layout, groups, tiles
+        largest = layout.places(AdapterShape(rank=layout.max_rank, targets=layout.modules))
+        num_tiles = sum(self._counts(largest.groups))
+        row_size = -(-num_tiles // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
+        self.sums_ZC = torch.zeros(num_slots, row_size, device=device, dtype=dtype)
+        self._complete: set[int] = set()
+
+    def starts(self, places: Sequence[GroupPlace]) -> list[int]:
+        """Return the offset of each group's sums in an adapter's row."""
+        return list(accumulate(self._counts(places)[:-1], initial=0))
+
+    def num_sums(self, places: Sequence[GroupPlace]) -> int:
+        """Return the number of an adapter's sums."""
+        return sum(self._counts(places))
+
+    def complete(self, slot: int) -> None:
+        """Mark the sums of ``slot`` as covering its whole gradient."""
+        self._complete.add(slot)
+
+    def forget(self, slots: Collection[int]) -> None:
+        """Mark the sums of ``slots`` as outdated, because their gradients have changed."""
+        self._complete.difference_update(slots)
+
+    def are_complete(self, slot: int) -> bool:
+        """Return whether the sums of ``slot`` cover its whole gradient."""
+        return slot in self._complete
+
+    def _counts(self, places: Sequence[GroupPlace]) -> list[int]:
+        max_rank = self._layout.max_rank
+        counts = []
+        for index, (group, place) in enumerate(zip(self._layout.groups, places, strict=True)):
+            widths = [module.out_features for module in group]
+            own = self.tiles.num_sums(group[0].in_features, widths, place.ranks, max_rank)
+            counts.append(sum(own) if index in self.groups else 0)
+        return counts
+
 
 ADAPTER_DTYPES: Mapping[AdapterDtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

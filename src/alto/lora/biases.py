@@ -15,11 +15,9 @@ from transformers import PreTrainedModel
 
 from alto.errors import UnsupportedError, UnsupportedModelError
 from alto.kernels import SlotTensors, slot_bias_change
-from alto.lora.adapted_weight import AdaptedWeight
 from alto.lora.bank import AdapterBank
-from alto.lora.injected import InjectedModule
 from alto.lora.layout import ExtraTensor, TargetModule
-from alto.lora.linear import ForwardContext
+from alto.lora.linear import AdaptedWeight, ForwardContext, InjectedModule
 from alto.lora.targets import base_modules, head_base, is_reached_by_text, linear_bases
 from alto.spec import JobConfig
 

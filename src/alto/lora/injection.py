@@ -11,13 +11,10 @@ from alto.kernels import LoraOperands, SlotTensors, choose_backend
 from alto.lora.bank import AdapterBank
 from alto.lora.biases import MultiBiasModule, is_bias, module_of_bias
 from alto.lora.dora import Dora
-from alto.lora.embeddings import MultiLoraEmbedding
-from alto.lora.experts import MultiLoraExperts
-from alto.lora.injected import InjectedModule
-from alto.lora.linear import ForwardContext, FrozenWeight, MultiLoraLinear, RowPlaces, SharedInput
-from alto.lora.lm_head import MultiLoraHead
+from alto.lora.experts import MultiLoraExperts, MultiLoraRouter
+from alto.lora.heads import whole_weights
+from alto.lora.linear import ForwardContext, FrozenWeight, InjectedModule, MultiLoraLinear, RowPlaces, SharedInput
 from alto.lora.magnitudes import magnitude_of
-from alto.lora.routers import MultiLoraRouter
 from alto.lora.targets import (
     adaptable,
     base_modules,
@@ -26,7 +23,7 @@ from alto.lora.targets import (
     linear_bases,
     router_bases,
 )
-from alto.lora.whole_modules import whole_weights
+from alto.lora.vocabulary import MultiLoraEmbedding, MultiLoraHead
 
 __all__ = ["eject", "inject"]
 

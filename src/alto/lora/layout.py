@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
+
+from torch import Tensor
 
 from alto.kernels import VECTOR_SIZE, RowParts
 
-__all__ = ["AdapterShape", "BankLayout", "ExtraTensor", "GroupPlace", "RowPlaces", "TargetModule"]
+__all__ = ["AdapterShape", "AdapterWeights", "BankLayout", "ExtraTensor", "GroupPlace", "RowPlaces", "TargetModule"]
+
 
 _ROW_ALIGNMENT = 16
 
@@ -164,7 +167,7 @@ class BankLayout:
         rank_step: A common divisor of all ranks that slots may hold; see :attr:`alto.kernels.LoraOperands.alignment`.
             It does not change the offsets of an adapter.
         shared_inputs: Names of the model's modules that read the same input; ``modules`` may include only some of them.
-            See :func:`alto.lora.shared_inputs.find_shared_inputs`.
+            See :func:`alto.lora.targets.find_shared_inputs`.
         extras: The extra tensors of all jobs.
     """
 
@@ -244,3 +247,26 @@ def _with_extras(
             start += extra.num_parameters
         ends.append(start)
     return RowPlaces(groups=groups, parts=RowParts(a_end, *ends), extras=tuple(placed))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdapterWeights(Mapping[str, tuple[Tensor, Tensor]]):
+    """One adapter, on the CPU. As a mapping, it gives the low-rank matrices by module name.
+
+    Attributes:
+        matrices: ``A`` as ``[K, r]`` and ``B`` as ``[r, N]`` by module name; for ``E`` experts in one parameter
+            ``[E, K, r]`` and ``[E, r, N]``.
+        extras: Its extra tensors by name; see :class:`alto.lora.layout.ExtraTensor`.
+    """
+
+    matrices: Mapping[str, tuple[Tensor, Tensor]]
+    extras: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> tuple[Tensor, Tensor]:
+        return self.matrices[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.matrices)
+
+    def __len__(self) -> int:
+        return len(self.matrices)

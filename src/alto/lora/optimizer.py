@@ -2,22 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from alto.kernels import choose_backend, rounding_key, upload
+from alto.kernels import DropoutKey, LoraOperands, RowParts, TokenSchedule, choose_backend, rounding_key, upload
 from alto.lora.bank import AdapterBank
-from alto.lora.eight_bit import EightBitAdamW
-from alto.lora.gradient_norms import gradient_norms
-from alto.lora.row_optimizer import RowOptimizer
-from alto.lora.torch_optimizers import TORCH_OPTIMIZERS, TorchOptimizer
-from alto.spec import JobConfig
-from alto.spec.optimizers import OptimizerName
+from alto.lora.row_optimizers import TORCH_OPTIMIZERS, EightBitAdamW, RowOptimizer, TorchOptimizer
+from alto.spec import JobConfig, OptimizerName
 
-__all__ = ["OptimizerState", "SlotAdamW", "SlotUpdate"]
+__all__ = ["OptimizerState", "SlotAdamW", "SlotUpdate", "compile_kernels", "gradient_norms"]
+
+
+def gradient_norms(ops: ModuleType, bank: AdapterBank, slots: Sequence[int]) -> Tensor:
+    """Return the norm of every slot's gradient, ``[len(slots)]``, at least float32.
+
+    A norm is computed from the sums of squares of the gradient's tiles if they cover the whole gradient, and from the
+    gradient itself otherwise: for adapters with extra tensors, embeddings or experts, for gradients summed over ranks,
+    and for passes that skipped a module. The choice depends only on the slot itself.
+    """
+    sums = bank.square_sums
+    summed = [] if sums is None else [index for index, slot in enumerate(slots) if sums.are_complete(slot)]
+    if sums is None or not summed:
+        norms: Tensor = ops.row_norms(bank.grads_ZP, slots, [bank.places(slot).end for slot in slots])
+        return norms
+    counts = [sums.num_sums(bank.places(slots[index]).groups) for index in summed]
+    norms = ops.summed_norms(sums.sums_ZC, [slots[index] for index in summed], counts)
+    left = [index for index in range(len(slots)) if index not in set(summed)]
+    if not left:
+        return norms
+    rest = [slots[index] for index in left]
+    of_rows = ops.row_norms(bank.grads_ZP, rest, [bank.places(slot).end for slot in rest])
+    order = sorted(range(len(slots)), key=(summed + left).__getitem__)
+    # Indexing with a list would copy from unpinned memory, which synchronises host and device.
+    return torch.cat([norms, of_rows]).index_select(0, upload(order, torch.int64, norms.device))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +63,7 @@ class OptimizerState:
         step: Number of steps done.
         tensors: State of every matrix, by ``<module>.<A or B>.<part>``, and of every extra tensor, by
             ``<name>.<part>``. For ``adamw_torch`` the parts are ``exp_avg`` and ``exp_avg_sq``, shaped like the tensor
-            in :class:`alto.lora.weights.AdapterWeights`; other optimizers use the parts of bitsandbytes, torch or
+            in :class:`alto.lora.layout.AdapterWeights`; other optimizers use the parts of bitsandbytes, torch or
             transformers.
     """
 
@@ -233,3 +254,66 @@ def _as_in_peft(bank: AdapterBank, rows_ZP: Tensor, slot: int) -> dict[str, Tens
         for which, matrix in zip("AB", pair, strict=True)
     }
     return matrices | {extra.name: tensor for extra, tensor in bank.extras(rows_ZP, slot)}
+
+
+def compile_kernels(
+    bank: AdapterBank,
+    optimizer: SlotAdamW,
+    dtype: torch.dtype,
+    *,
+    has_dropout: bool,
+    has_adamw: bool,
+    also: Callable[[], None] = lambda: None,
+) -> Iterator[tuple[int, int]]:
+    """Compile the kernels that linear layers and optimizer steps of ``bank`` launch, one kernel per iteration.
+
+    Kernels of other modules (embeddings, experts, the output head) are included if they are the same; otherwise they
+    are compiled at their first use. Call this only between two steps, because it invalidates the gradients of slot 0.
+
+    Args:
+        bank: Adapters of all slots, after their operands were handed out to layers.
+        dtype: Dtype of the base model's activations.
+        has_dropout: Whether a job uses dropout.
+        has_adamw: Whether a job uses ``adamw_torch``.
+        also: Launches kernels of the base model, to compile them as well.
+
+    Yields:
+        Number of kernels compiled so far and in total; nothing if there is nothing to compile.
+    """
+    device = bank.params_ZP.device
+    ops = choose_backend(device=device)
+    keys = [None, DropoutKey(0.5, 0, 0)] if has_dropout else [None]
+    schedules = [TokenSchedule.build([0], [1], [1.0], [key]) for key in keys]
+
+    def run_group(operands: LoraOperands, schedule: TokenSchedule) -> None:
+        x_TK = torch.empty(1, operands.in_features, dtype=dtype, device=device)
+        ys = [torch.empty(1, width, dtype=dtype, device=device) for width in operands.out_features]
+        s_TQ = ops.grouped_shrink(x_TK, operands, schedule)
+        ops.grouped_expand(s_TQ, operands, ys, schedule)
+        ops.grouped_backward(x_TK, s_TQ, ys, operands, torch.empty_like(x_TK), schedule)
+
+    def run() -> None:
+        also()
+        for operands in bank.operands_of_linear():
+            for schedule in schedules:
+                run_group(operands, schedule)
+        norms = ops.row_norms(bank.grads_ZP, [0], [1])
+        if bank.square_sums is not None:
+            ops.summed_norms(bank.square_sums.sums_ZC, [0], [1])
+        if has_adamw:
+            ops.bank_adamw(
+                *(bank.params_ZP, bank.grads_ZP, optimizer.exp_avg_ZP, optimizer.exp_avg_sq_ZP, bank.working_ZP),
+                [0],
+                parts=[RowParts(1, 1, 1, 1)],
+                steps=[1],
+                learning_rates=[(0.0, 0.0)],
+                betas=[(0.9, 0.999)],
+                epsilons=[1e-8],
+                weight_decays=[0.0],
+                grad_scales=norms,
+                clears=[False],
+                rounding_keys=[0] if optimizer.rounds_at_random else None,
+            )
+
+    yield from ops.compile_kernels(run)
+    bank.end_gradients([0])

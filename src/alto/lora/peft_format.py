@@ -15,10 +15,9 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from alto.lora.heads import HEAD
+from alto.lora.heads import HEAD, whole_weights
+from alto.lora.layout import AdapterWeights
 from alto.lora.peft_targets import ModuleNames, PeftTargets, expert_names_of, peft_targets, wrapper_names
-from alto.lora.weights import AdapterWeights
-from alto.lora.whole_modules import whole_weights
 from alto.spec import JobConfig
 
 __all__ = [

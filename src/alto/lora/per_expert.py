@@ -21,11 +21,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from alto.base import read_json
 from alto.errors import UnsupportedError
 from alto.lora.peft_format import CONFIG_FILE, ENDINGS, PREFIX, WEIGHTS_FILE
 from alto.lora.peft_targets import expert_kind
 from alto.lora.saved import SavedAdapter
-from alto.spec.outside import read_json
 
 __all__ = ["is_read_per_expert", "write_per_expert"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,11 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from alto.base import read_json
 from alto.errors import RunError, RunNotFoundError, UnsupportedError
 from alto.lora.biases import is_bias
-from alto.lora.heads import HEAD
+from alto.lora.heads import HEAD, is_whole, whole_name
+from alto.lora.layout import AdapterWeights
 from alto.lora.magnitudes import is_magnitude, module_of_magnitude
 from alto.lora.peft_format import (
     CONFIG_FILE,
@@ -24,10 +26,7 @@ from alto.lora.peft_format import (
     lora_scale,
     read_adapter,
 )
-from alto.lora.weights import AdapterWeights
-from alto.lora.whole_modules import whole_name
-from alto.spec.module_names import of_module, per_module
-from alto.spec.outside import read_json
+from alto.spec import PEFT_DEFAULT, SHAPE_FIELDS, of_module, per_module
 
 __all__ = [
     "HEAD_NAMES",
@@ -37,7 +36,11 @@ __all__ = [
     "is_adapter",
     "read_config",
     "read_saved_adapter",
+    "saved_settings",
+    "vllm_obstacle",
+    "vllm_rank",
 ]
+
 
 _NUM_STACKED = 3
 
@@ -297,3 +300,98 @@ def _check_tensors(path: Path, config: Mapping[str, Any]) -> None:
             raise RunError(f"{path}: expected {other} beside {key}, found that it is missing; fetch the file again")
     if not any(key.endswith(of_a) for key in keys for of_a, _ in pairs):
         raise RunError(f"{path}: expected the matrices of an adapter, found none; fetch the file again")
+
+
+_DENSE_LEAVES = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+"""Last parts of the names of linear layers whose weights adapters name in ``target_parameters``; see
+:mod:`alto.lora.peft_targets`. Other weights named there belong to routers."""
+
+_OF_WEIGHT = ".weight"
+
+
+def saved_settings(folder: Path) -> dict[str, Any]:
+    """Return the job fields in :data:`alto.spec.job_config.SHAPE_FIELDS` that the adapter in ``folder`` sets, as plain
+    values.
+
+    Fields with a false or empty value are left out. The adapter's tensors are not read.
+
+    Raises:
+        RunNotFoundError: The folder holds no adapter.
+        RunError: Its ``adapter_config.json`` cannot be read.
+        UnsupportedError: The adapter is more than plain LoRA.
+    """
+    path = folder / CONFIG_FILE
+    if not path.is_file():
+        raise RunNotFoundError(
+            f"expected an adapter in PEFT's format in {folder}, found no {CONFIG_FILE}; give a run directory, or the "
+            "folder of an adapter"
+        )
+    config = read_config(path)
+    check_config(config, path)
+    settings = {key: config[key] for key in SHAPE_FIELDS if config.get(key)}
+    if config.get("task_type") == "SEQ_CLS":
+        saved = [name for name in settings.pop("modules_to_save", []) if name not in HEAD_NAMES]
+        settings |= {"modules_to_save": saved} if saved else {}
+    parameters = list(settings.pop("target_parameters", []))
+    dense = [name.removesuffix(_OF_WEIGHT) for name in parameters if _is_dense(name)]
+    parameters = [name for name in parameters if not _is_dense(name)]
+    modules = settings.get("target_modules", PEFT_DEFAULT if _names_nothing(config) else [])
+    if dense and not isinstance(modules, str):
+        modules = [*modules, *dense]
+    settings["target_modules"] = modules
+    return settings | ({"target_parameters": parameters} if parameters else {})
+
+
+def _names_nothing(config: Mapping[str, Any]) -> bool:
+    """Return whether PEFT would choose the modules. If ``target_parameters`` is set, PEFT has already written its
+    choice."""
+    return config.get("target_modules") is None and not config.get("target_parameters")
+
+
+def _is_dense(parameter: str) -> bool:
+    """Return whether a parameter in ``target_parameters`` is the weight of a linear layer."""
+    return parameter.endswith(_OF_WEIGHT) and parameter.removesuffix(_OF_WEIGHT).rpartition(".")[2] in _DENSE_LEAVES
+
+
+# Limits of vLLM's LoRA support. Source: reading, not running, vLLM's ``vllm/config/lora.py`` and
+# ``vllm/lora/peft_helper.py``.
+
+_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that vLLM allocates memory for (``--max-lora-rank``); an adapter uses the smallest that is large enough."""
+
+
+def vllm_obstacle(adapter: SavedAdapter) -> tuple[str, str] | None:
+    """Return why vLLM cannot serve ``adapter``, as two parts of an error message: what vLLM expects, and what was
+    found. None if vLLM can serve it."""
+    if adapter.has_patterns:
+        return (
+            "one rank and one scale for all modules of an adapter, which is what vLLM reads",
+            f"several in {adapter.config_file} (rank_pattern, alpha_pattern)",
+        )
+    if adapter.weights.extras:
+        return (
+            "an adapter of low-rank matrices alone, which is what vLLM reads",
+            f"{_kinds(adapter.weights.extras)} in {adapter.folder}",
+        )
+    if adapter.rank > _RANKS[-1]:
+        return f"adapters of rank {_RANKS[-1]} at most, which vLLM takes", f"rank {adapter.rank}"
+    return None
+
+
+def _kinds(extras: Iterable[str]) -> str:
+    """Return a text that names the kinds of tensors besides the matrices."""
+    return " and ".join(dict.fromkeys(map(_kind, extras)))
+
+
+def _kind(name: str) -> str:
+    if name == HEAD:
+        return "a classification head"
+    if is_magnitude(name):
+        return "magnitudes (use_dora)"
+    return "whole modules (modules_to_save)" if is_whole(name) else "biases (bias)"
+
+
+def vllm_rank(rank: int) -> int:
+    """Return the smallest value of ``--max-lora-rank`` for adapters of ``rank``, which must not exceed vLLM's largest
+    rank."""
+    return min(allowed for allowed in _RANKS if allowed >= rank)

@@ -10,14 +10,12 @@ from transformers import PreTrainedModel
 
 from alto.kernels import TokenSchedule
 from alto.lora.bank import AdapterBank
+from alto.lora.fit import initial_values
 from alto.lora.heads import HEAD
-from alto.lora.initial import initial_values
 from alto.lora.injection import eject, inject
-from alto.lora.layout import AdapterShape, BankLayout, ExtraTensor
+from alto.lora.layout import AdapterShape, AdapterWeights, BankLayout, ExtraTensor
 from alto.lora.linear import ForwardContext, RowPlaces
-from alto.lora.shared_inputs import find_shared_inputs
-from alto.lora.targets import adaptable
-from alto.lora.weights import AdapterWeights
+from alto.lora.targets import adaptable, find_shared_inputs
 
 __all__ = ["ServedAdapters", "serving"]
 

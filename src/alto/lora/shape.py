@@ -9,16 +9,13 @@ from transformers import PreTrainedModel
 
 from alto.errors import TargetModuleError, UnsupportedError
 from alto.lora.biases import trained_biases
-from alto.lora.heads import head_tensor
+from alto.lora.heads import head_tensor, whole_tensors
 from alto.lora.layout import AdapterShape, TargetModule
 from alto.lora.magnitudes import magnitudes
 from alto.lora.peft_format import adapter_scale, lora_scale
 from alto.lora.targets import adaptable, embedding_base, find_targets, head_base, linear_modules
-from alto.lora.whole_modules import whole_tensors
 from alto.records import LabelSet
-from alto.spec import JobConfig
-from alto.spec.job_config import SHAPE_FIELDS
-from alto.spec.module_names import module_matches, of_module
+from alto.spec import SHAPE_FIELDS, JobConfig, module_matches, of_module
 
 __all__ = ["adapter_shape", "rank_notes", "tying_notes"]
 
@@ -38,7 +35,7 @@ def adapter_shape(model: PreTrainedModel, config: JobConfig, labels: LabelSet | 
         TargetModuleError: See :func:`alto.lora.find_targets`; or a key of a pattern matches no linear module.
         UnsupportedError: The output head or the embeddings are targeted together with a setting that is not
             implemented; or see :func:`alto.lora.biases.trained_biases`, :func:`alto.lora.magnitudes.magnitudes` and
-            :func:`alto.lora.whole_modules.whole_tensors`.
+            :func:`alto.lora.heads.whole_tensors`.
     """
     targets = _targets(model, config)
     for target in targets:

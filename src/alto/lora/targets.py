@@ -1,29 +1,33 @@
 """The modules of a model that adapters can target, and their selection by ``target_modules``, following PEFT's
-rules."""
+rules.
+"""
 
 from __future__ import annotations
 
 import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from alto.errors import TargetModuleError
 from alto.lora.experts import expert_parameters, is_adaptable
-from alto.lora.injected import InjectedModule
 from alto.lora.layout import TargetModule
-from alto.lora.linear import FrozenLinear
-from alto.spec.job_config import ALL_LINEAR
+from alto.lora.linear import FrozenLinear, InjectedModule
+from alto.spec import ALL_LINEAR
 
 __all__ = [
+    "DEFAULT_TARGETS",
     "adaptable",
     "base_modules",
+    "default_targets",
     "embedding_base",
     "expert_bases",
+    "find_shared_inputs",
     "find_targets",
     "head_base",
     "is_reached_by_text",
@@ -32,6 +36,7 @@ __all__ = [
     "module_names",
     "router_bases",
 ]
+
 
 _SHARED_EXPERTS = ("shared_experts.gate_proj", "shared_experts.up_proj", "shared_experts.down_proj")
 
@@ -354,3 +359,80 @@ def base_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
         if name:
             names.setdefault(module.base if isinstance(module, InjectedModule) else module, name)
     return {name: module for module, name in names.items()}
+
+
+# PEFT's default target modules by architecture, used if a configuration names none.
+#
+# Source: PEFT 0.21, ``TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING``, and ``LoraModel._prepare_adapter_config``.
+
+DEFAULT_TARGETS: Mapping[str, str | tuple[str, ...]] = {
+    **dict.fromkeys(("bart", "gpt_neo", "gptj", "opt", "stablelm"), ("q_proj", "v_proj")),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "llama", "llama4"), ("q_proj", "v_proj")),
+    **dict.fromkeys(("mistral", "mixtral", "qwen2", "qwen3"), ("q_proj", "v_proj")),
+    **dict.fromkeys(("RefinedWeb", "RefinedWebModel", "bloom", "chatglm", "falcon"), ("query_key_value",)),
+    "gpt_neox": ("query_key_value",),
+    **dict.fromkeys(("bert", "electra", "layoutlm", "roberta", "xlm-roberta"), ("query", "value")),
+    **dict.fromkeys(("gpt2", "gpt_bigcode"), ("c_attn",)),
+    **dict.fromkeys(("mt5", "t5"), ("q", "v")),
+    "blip-2": ("q", "v", "q_proj", "v_proj"),
+    "btlm": ("c_proj", "c_attn"),
+    "codegen": ("qkv_proj",),
+    "deberta": ("in_proj",),
+    "deberta-v2": ("query_proj", "value_proj"),
+    "gemma4": r".*language_model\..*\.(q_proj|v_proj)",
+    "mpt": ("Wqkv",),
+    "nemotron_h": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "phi": ("q_proj", "v_proj", "fc1", "fc2"),
+    "rwkv": ("key", "value", "receptance", "output"),
+    "rwkv7": ("r_proj", "k_proj", "v_proj", "o_proj", "key", "value"),
+}
+"""By model type: names, or a regular expression."""
+
+
+def default_targets(model_type: str, *, has_parameters: bool = False) -> str | tuple[str, ...]:
+    """Return the ``target_modules`` that PEFT chooses for models of ``model_type``.
+
+    Args:
+        model_type: ``model_type`` in the model's ``config.json``.
+        has_parameters: Whether ``target_parameters`` is set; if PEFT has no default, it then trains only these
+            parameters.
+
+    Raises:
+        TargetModuleError: PEFT has no default for this model type.
+    """
+    found = DEFAULT_TARGETS.get(model_type, () if has_parameters else None)
+    if found is None:
+        raise TargetModuleError(
+            "target_modules: expected a model of a type for which PEFT has default modules, found "
+            f"{model_type!r}, for which it has none; name the modules in target_modules, or write 'all-linear'"
+        )
+    return found
+
+
+def find_shared_inputs(model: PreTrainedModel, forward: Callable[[], object]) -> tuple[tuple[str, ...], ...]:
+    """Return groups of names of modules that received the same tensor object, each in the model's order.
+
+    Modules that share their input with no other module are left out.
+
+    Args:
+        forward: Runs a forward pass of ``model``, outside of any training pass.
+    """
+    readers: dict[int, list[str]] = {}
+    inputs: list[Tensor] = []  # kept alive, so that no two tensors get the same id
+
+    def watch(name: str, _: nn.Module, args: tuple[Tensor, ...]) -> None:
+        inputs.append(args[0])
+        names = readers.setdefault(id(args[0]), [])
+        if name not in names:
+            names.append(name)
+
+    bases = linear_bases(model)
+    hooks = [base.register_forward_pre_hook(partial(watch, name)) for name, base in bases.items()]
+    try:
+        forward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    order = {name: number for number, name in enumerate(bases)}
+    shared = (tuple(sorted(names, key=order.__getitem__)) for names in readers.values() if len(names) > 1)
+    return tuple(sorted(shared, key=lambda names: order[names[0]]))

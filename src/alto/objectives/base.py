@@ -7,18 +7,17 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from alto.backbone import is_out_of_memory
+from alto.base import naming_errors
 from alto.data import EncodedDataset, TokenBatch
 from alto.errors import DataError, UnsupportedError
 from alto.records import LabelSet
-from alto.spec import JobConfig
-from alto.spec.method import Method
-from alto.spec.objectives import OBJECTIVES
-from alto.spec.packages import naming_errors
+from alto.spec import OBJECTIVES, JobConfig, Method
 
-__all__ = ["DerivedMetrics", "Objective", "ObjectiveImplementation", "Terms"]
+__all__ = ["DerivedMetrics", "Objective", "ObjectiveImplementation", "Terms", "run_sums", "to_device"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,3 +205,27 @@ class Objective:
         return naming_errors(
             f"{self.name}.{method}", type(self.implementation).__module__, page=OBJECTIVES.page, passes=is_out_of_memory
         )
+
+
+# Sums of runs of losses, each run by itself.
+#
+# Shapes: ``S`` trained tokens, ``R`` runs of them.
+
+
+def run_sums(values_S: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Sum every run of ``values_S``, ``[R]`` float64, all runs in one launch.
+
+    Each run is summed separately, in an order that depends only on its length, so its bits depend on no other run. The
+    sums are in float64, because on a CPU they add one value after the other.
+    """
+    # `unsafe`: the lengths are valid, and checking them would synchronise host and device.
+    return torch.segment_reduce(values_S.double(), "sum", lengths=to_device(lengths, values_S.device), unsafe=True)
+
+
+def to_device(numbers: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a tensor of ``numbers``, copied to ``device`` without synchronisation.
+
+    Args:
+        numbers: The numbers, or rows of numbers.
+    """
+    return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)

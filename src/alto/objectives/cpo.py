@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from alto.data import EncodedDataset, TokenBatch
 from alto.objectives.base import Terms
 from alto.objectives.pairs import Pairs, preference_metrics
-from alto.spec.objective_settings import CPO_LOSS_TYPES, CpoLossType, CpoSettings
+from alto.spec import CPO_LOSS_TYPES, CpoLossType, CpoSettings
 
 __all__ = ["Cpo"]
 

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from alto.data import EncodedDataset, TokenBatch
 from alto.objectives.base import Terms
 from alto.objectives.pairs import Pairs, preference_metrics
-from alto.spec.objective_settings import LOSS_TYPES, Divergence, DpoSettings, LossType
+from alto.spec import LOSS_TYPES, Divergence, DpoSettings, LossType
 
 __all__ = ["Dpo"]
 

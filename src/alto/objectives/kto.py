@@ -17,10 +17,9 @@ from torch import Tensor
 
 from alto.data import EncodedDataset, TokenBatch
 from alto.errors import DataError
-from alto.objectives.base import Terms
+from alto.objectives.base import Terms, run_sums
 from alto.objectives.pairs import filled, of_jobs, terms_of_rows
-from alto.objectives.sums import run_sums
-from alto.spec.objective_settings import KtoSettings
+from alto.spec import KtoSettings
 
 __all__ = ["Kto"]
 

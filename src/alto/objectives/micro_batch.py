@@ -13,9 +13,8 @@ from torch.nn import functional as F
 from alto.backbone import Backbone
 from alto.data import TokenBatch
 from alto.errors import ShapeError
-from alto.objectives.base import Objective, Terms
+from alto.objectives.base import Objective, Terms, run_sums, to_device
 from alto.objectives.pairs import tail_sums
-from alto.objectives.sums import run_sums, to_device
 from alto.spec import JobConfig
 
 __all__ = [

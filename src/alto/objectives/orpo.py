@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from alto.data import EncodedDataset, TokenBatch
 from alto.objectives.base import Terms
 from alto.objectives.pairs import Pairs, preference_metrics
-from alto.spec.objectives import OrpoSettings
+from alto.spec import OrpoSettings
 
 __all__ = ["Orpo"]
 

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from alto.data import TokenBatch
-from alto.objectives.base import Terms
-from alto.objectives.sums import run_sums, to_device
+from alto.objectives.base import Terms, run_sums, to_device
 
 __all__ = ["LANES", "Pairs", "filled", "of_jobs", "preference_metrics", "tail_sums", "terms_of_rows"]
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+from alto.base import described, load_attribute
 from alto.errors import UnsupportedError
 from alto.objectives.base import DerivedMetrics, Objective, ObjectiveImplementation
-from alto.spec.method import find_method
-from alto.spec.objectives import OBJECTIVES
-from alto.spec.packages import described
-from alto.spec.registry import load_attribute
+from alto.spec import OBJECTIVES, find_method
 
 __all__ = ["find_objective"]
 

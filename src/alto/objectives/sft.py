@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from alto.data import EncodedDataset, TokenBatch
-from alto.objectives.base import Terms
-from alto.objectives.sums import run_sums
+from alto.objectives.base import Terms, run_sums
 from alto.spec import ObjectiveSettings
 
 __all__ = ["Sft"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -14,7 +15,9 @@ __all__ = [
     "Metric",
     "Prediction",
     "ScorerName",
+    "student_quantile",
 ]
+
 
 ScorerName: TypeAlias = Literal[
     "exact",
@@ -128,3 +131,21 @@ class EvaluationResult:
     adapters: tuple[AdapterEvaluation, ...]
     baseline: Evaluation | None
     predictions: tuple[Prediction, ...]
+
+
+_NORMAL = statistics.NormalDist().inv_cdf(0.975)
+_STUDENT = {1: 12.706, 2: 4.303, 3: 3.182}
+"""The 97.5 % quantiles of Student's t distribution for which the expansion below is off by more than 2 %."""
+
+
+def student_quantile(degrees: int) -> float:
+    """Return the 97.5 % quantile of Student's t distribution with ``degrees`` degrees of freedom.
+
+    Above three degrees it is computed by the first terms of the Cornish-Fisher expansion, within 2 %.
+    """
+    if degrees in _STUDENT:
+        return _STUDENT[degrees]
+    z = _NORMAL
+    first = (z**3 + z) / (4 * degrees)
+    second = (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
+    return z + first + second

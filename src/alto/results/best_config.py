@@ -10,10 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from alto.errors import UnsupportedError
 from alto.runs import RunDir, RunHistory
-from alto.spec import Task, read_run_task
-from alto.spec.chat_template import TEMPLATE_NAME
-from alto.spec.job_config import SHAPE_FIELDS
-from alto.spec.objective_settings import DpoSettings
+from alto.spec import SHAPE_FIELDS, TEMPLATE_NAME, DpoSettings, Task, read_run_task
 
 if TYPE_CHECKING:
     from peft import PeftConfig

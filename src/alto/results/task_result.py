@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from alto.errors import NoResultError, SpecError
+import torch
+from transformers import PreTrainedModel
+
+from alto.backbone import classifier_of, load_network
+from alto.base import resume_command
+from alto.errors import NoResultError, SpecError, UnsupportedError
 from alto.records import AdapterCheck, FinalistScore, JobResult, Lead, TaskOutcome
 from alto.results.best_config import BestConfig, best_config
-from alto.results.comparison import RunComparison, compare
-from alto.results.frames import configuration_frame, curve_frame, job_frame, loss_frame, sample_frame
-from alto.runs import RunDir, RunHistory, load_run_task, read_history, resume_command, task_outcome
+from alto.results.comparison import (
+    RunComparison,
+    compare,
+    configuration_frame,
+    curve_frame,
+    job_frame,
+    loss_frame,
+    sample_frame,
+)
+from alto.runs import RunDir, RunHistory, load_run_task, read_history, task_outcome
+from alto.spec import Task
 
 if TYPE_CHECKING:
     import pandas
@@ -21,7 +35,26 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from transformers import PreTrainedModel
 
-__all__ = ["TaskResult", "load_run"]
+__all__ = ["TaskResult", "load_adapter", "load_run"]
+
+
+def load_adapter(folder: Path, task: Task, model: PreTrainedModel | None, *, device: str | None) -> PeftModel:
+    """Load the adapter in ``folder`` onto its base model, in evaluation mode; see :meth:`alto.TaskResult.load_best`."""
+    try:
+        from peft import PeftModel
+    except ImportError:
+        raise UnsupportedError(
+            "load_best: expected peft, found that it is not installed; pip install peft, or serve the adapter in "
+            f"{folder} with another program that reads PEFT's format"
+        ) from None
+    if model is None:
+        place = device or ("cuda:0" if torch.cuda.is_available() else "cpu")
+        model = load_network(task.base_model, device=place)
+        labels = task.label_set
+        model = model if labels is None else classifier_of(model, labels)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft reads attributes that transformers has renamed
+        return PeftModel.from_pretrained(model, str(folder)).eval()
 
 
 @dataclass(frozen=True, repr=False)
@@ -250,7 +283,6 @@ class TaskResult:
             UntrustedCodeError: The task needs code of the base model, and it is not allowed.
             ModelError: The base model is no longer there, or cannot be loaded.
         """
-        from alto.results.loading import load_adapter
 
         if model is not None and device is not None:
             raise SpecError(

@@ -7,6 +7,7 @@ always show the same. Unknown events and fields are ignored.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,16 +17,42 @@ from alto.errors import RunError
 from alto.records import AdapterCheck, FinalistScore, LossPoint, Rung, Sample, StartValue
 from alto.runs import events
 from alto.runs.events import Event, settings_of
-from alto.runs.fold import NOT_FOLDABLE, JournalFold
 from alto.runs.job_history import JobHistory, Occupancy, RungOutcome, RunStatus, Stage
-from alto.runs.journal import read_intact_entries
-from alto.runs.pace import Pace
+from alto.runs.journal import NOT_FOLDABLE, JournalFold, read_intact_entries
 from alto.runs.run_dir import RunDir
-from alto.spec.early_exit import EarlyExit
-from alto.spec.metric import LOSS, score_of
-from alto.spec.rungs import rung_step
+from alto.spec import LOSS, EarlyExit, rung_step, score_of
 
-__all__ = ["RunHistory", "history_before", "read_history"]
+__all__ = ["Pace", "RunHistory", "history_before", "read_history"]
+
+
+WINDOW_S = 180.0
+
+
+class Pace:
+    """Work per second over the last minutes, from a count that only grows while the clock goes forward."""
+
+    def __init__(self, *, window_s: float = WINDOW_S) -> None:
+        self._window_s = window_s
+        self._points: deque[tuple[float, float]] = deque()
+
+    def note(self, time: float, count: float) -> None:
+        """Record that ``count`` work was done at ``time`` (unix seconds); a decrease of either restarts the
+        measurement."""
+        points = self._points
+        if points and (time < points[-1][0] or count < points[-1][1]):
+            points.clear()
+        points.append((time, count))
+        # Keep the newest point before the window: it is the start of the measurement.
+        while len(points) > 2 and points[1][0] <= time - self._window_s:
+            points.popleft()
+
+    def per_second(self, now: float) -> float | None:
+        """Return the work per second up to ``now``; None until some work was seen."""
+        if not self._points:
+            return None
+        (first_time, first_count), (last_time, last_count) = self._points[0], self._points[-1]
+        elapsed_s = max(now, last_time) - first_time
+        return (last_count - first_count) / elapsed_s if last_count > first_count and elapsed_s > 0 else None
 
 
 _CHANGES_SAMPLES = (events.TaskStarted, events.TaskResumed, events.TrainSteps, events.JobEvaluated)

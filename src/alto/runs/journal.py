@@ -6,19 +6,21 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self, TypeAlias
+from typing import Any, BinaryIO, Self, TypeAlias
 
+from alto.base import is_number, open_regular, read_bytes, replace_file, resume_command, writing
 from alto.errors import RunBusyError, RunError, RunNotFoundError
-from alto.runs.commands import resume_command
 from alto.runs.events import NO_SEQ, Event, JournalEntry, decode, encode, is_line
-from alto.runs.files import replace_file, writing
-from alto.spec.outside import is_number, read_bytes
 
 __all__ = [
+    "NOT_FOLDABLE",
     "Event",
     "Journal",
+    "JournalFold",
+    "JournalTail",
     "Observer",
     "SilentJournal",
     "cut_journal",
@@ -28,6 +30,7 @@ __all__ = [
     "read_intact_entries",
     "read_intact_events",
 ]
+
 
 _MAX_BYTES = 4 * 1024**3
 """Largest size of a journal that is read; a long run has some megabytes."""
@@ -305,3 +308,125 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
         return None
     is_event = isinstance(event, dict) and is_number(event.get("time", 0), least=0, most=_MAX_TIME)
     return event if is_event else None
+
+
+class JournalTail:
+    """Reads the new, complete lines of a journal.
+
+    When a run is resumed, its journal is cut back to a checkpoint and replaced by a new file. To return no line twice,
+    a digest of every line that was read is kept.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._digests: list[int] = []
+        self._offset = 0
+        self._inode: int | None = None
+
+    def read(self) -> list[JournalEntry]:
+        """Return the entries since the last call; empty if there is no journal.
+
+        A damaged line is skipped: resuming the run cuts it off.
+
+        Raises:
+            RunError: A known field of a known event is missing or has another type.
+        """
+        try:
+            file = open_regular(self._path)
+        except FileNotFoundError:
+            return []
+        with file:
+            status = os.fstat(file.fileno())
+            if status.st_ino != self._inode or status.st_size < self._offset:
+                self._inode = status.st_ino
+                self._go_back(file)
+            file.seek(self._offset)
+            data = file.read()
+        *lines, torn = data.split(b"\n")
+        self._offset += len(data) - len(torn)
+        self._digests += map(hash, lines)
+        return [decode(event, self._path) for event in map(parse_line, lines) if event is not None]
+
+    def _go_back(self, file: BinaryIO) -> None:
+        """Go back to the first line that differs from what was read before."""
+        known, self._digests, self._offset = self._digests, [], 0
+        for line, digest in zip(file, known, strict=False):
+            if not line.endswith(b"\n") or hash(line[:-1]) != digest:
+                return
+            self._digests.append(digest)
+            self._offset += len(line)
+
+
+NOT_FOLDABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
+"""Errors raised when an entry with invalid values is applied."""
+
+
+class JournalFold(ABC):
+    """State derived from the entries of a journal, one at a time.
+
+    Attributes:
+        started_at: Unix time of the first entry, None before it.
+        last_seen_at: Unix time of the latest entry.
+        interruptions: Spans, in unix seconds, in which no process worked although there was work to do.
+        rests: Spans, in unix seconds, from the end of all work until more work came.
+    """
+
+    def __init__(self) -> None:
+        self.started_at: float | None = None
+        self.last_seen_at: float | None = None
+        self.interruptions: list[tuple[float, float]] = []
+        self.rests: list[tuple[float, float]] = []
+
+    @classmethod
+    def of(cls, entries: Iterable[JournalEntry]) -> Self:
+        """Return the state after all of ``entries``."""
+        history = cls()
+        for entry in entries:
+            history.apply(entry)
+        return history
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Return the state after all entries of the journal at ``path``.
+
+        Raises:
+            RunNotFoundError: There is no journal.
+            RunError: The journal is damaged.
+        """
+        history = cls()
+        for entry in read_entries(path):
+            try:
+                history.apply(entry)
+            except NOT_FOLDABLE as error:
+                raise RunError(
+                    f"Expected a journal as ALTO writes it, found an invalid event in {path} ({entry!r:.100}: "
+                    f"{error!r}). Restore the original file."
+                ) from error
+        return history
+
+    def apply(self, entry: JournalEntry) -> None:
+        """Fold in one entry; an unknown event only advances the clock."""
+        self._fold(entry.event, entry.time)
+        self.started_at = entry.time if self.started_at is None else self.started_at
+        self.last_seen_at = entry.time
+
+    @abstractmethod
+    def _fold(self, event: Event, time: float) -> None:
+        """Update the state by ``event``, written at ``time`` (unix seconds)."""
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds from the first to the latest entry, without interruptions and rests."""
+        return 0.0 if self.last_seen_at is None else self.worked_s(self.last_seen_at)
+
+    def worked_s(self, time: float) -> float:
+        """Return the seconds from the first entry to ``time`` (unix seconds), without interruptions and rests."""
+        if self.started_at is None:
+            return 0.0
+        idle_s = sum(max(0.0, min(time, end) - start) for start, end in (*self.interruptions, *self.rests))
+        return max(0.0, time - self.started_at - idle_s)
+
+    def _note_interruption(self, time: float, *, is_rest: bool = False) -> None:
+        """Record an interruption, or a rest, from the previous entry to ``time``, when a process resumes."""
+        if self.last_seen_at is not None:
+            (self.rests if is_rest else self.interruptions).append((self.last_seen_at, max(self.last_seen_at, time)))

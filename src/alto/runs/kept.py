@@ -6,14 +6,14 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
+from alto.base import writing
 from alto.errors import JobCommandError, RunNotFoundError
 from alto.runs.events import CheckpointSaved, SavedJob, TaskCompleted
-from alto.runs.files import writing
 from alto.runs.history import RunHistory
 from alto.runs.job_history import Stage
 from alto.runs.journal import read_intact_entries
 from alto.runs.run_dir import RunDir
-from alto.spec.task import Keep
+from alto.spec import Keep
 
 __all__ = ["check_can_continue", "kept_jobs", "remove_states"]
 

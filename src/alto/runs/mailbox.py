@@ -19,11 +19,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
+from alto.base import read_json, replace_file, writing
 from alto.errors import JobCommandError, MailboxFullError, QueueCommandError, RunError
-from alto.runs.files import replace_file, writing
 from alto.runs.kept import check_can_continue
 from alto.runs.run_dir import RunDir
-from alto.spec.outside import read_json
 
 __all__ = ["Action", "Answer", "Command", "Mailbox", "QueueAction", "QueueCommand", "QueueMailbox"]
 

@@ -13,17 +13,16 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from alto.base import open_regular
 from alto.errors import AltoError, RunNotFoundError
 from alto.runs.events import JobAdded, TaskCompleted, TaskStarted, decode, decode_only
-from alto.runs.fold import NOT_FOLDABLE
 from alto.runs.history import RunHistory
 from alto.runs.job_history import RunStatus
-from alto.runs.journal import read_events
+from alto.runs.journal import NOT_FOLDABLE, read_events
 from alto.runs.progress import share_done
 from alto.runs.queue_dir import QueueDir
 from alto.runs.queue_history import QueueHistory, TaskStage, read_queue_history
 from alto.runs.run_dir import RunDir
-from alto.spec.outside import open_regular
 
 __all__ = ["RunState", "RunSummary", "find_runs", "latest_run", "summarise"]
 

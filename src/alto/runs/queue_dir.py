@@ -23,12 +23,11 @@ from typing import Any
 
 import yaml
 
+from alto.base import is_number, read_bytes, replace_file, writing
 from alto.errors import RunError, RunNotFoundError
 from alto.records import MAX_DURATION_S, MIN_DURATION_S, Sharing, TaskEstimate
-from alto.runs.files import replace_file, writing
 from alto.runs.run_dir import RunDir, being_born, claim
 from alto.spec import Task
-from alto.spec.outside import is_number, read_bytes
 
 __all__ = ["QueueDir", "QueueEntry"]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
+from alto.base import resume_command
 from alto.errors import NoResultError, RunError
 from alto.records import JobResult, TaskOutcome, exit_reason
-from alto.runs.commands import resume_command
 from alto.runs.events import TaskCompleted
 from alto.runs.history import RunHistory
 from alto.runs.job_history import JobHistory

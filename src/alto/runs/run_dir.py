@@ -30,13 +30,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from alto.errors import RunBusyError, RunError, RunExistsError, RunNotFoundError
-from alto.runs.commands import resume_command
-from alto.runs.files import replace_file, sync_folder, writing
-from alto.runs.lock import LockFile
-from alto.spec import Task
+from alto.base import LockFile, replace_file, resume_command, sync_folder, writing
+from alto.errors import RunBusyError, RunError, RunExistsError, RunNotFoundError, UntrustedCodeError
+from alto.spec import Task, read_run_task
 
-__all__ = ["RunDir", "being_born", "claim"]
+__all__ = ["RunDir", "being_born", "claim", "load_run_task"]
+
 
 # Long enough to outlast a process that takes the lock for an instant, only to test it.
 LOCK_TIMEOUT_S = 1.0
@@ -219,3 +218,39 @@ def claim(unborn: Path, folder: Path, stem: str) -> Path:
     raise RunExistsError(
         f"expected a free name for the run, found {stem} and 999 others taken; remove old runs from {folder}"
     )
+
+
+# Keeps the files of a run from deciding whether foreign Python code is run, or where rows are sent.
+#
+# A task file that a user submits is the user's own decision. A run directory may belong to a colleague, or may have
+# been downloaded. So the user who works on a run must give the permission each time.
+
+
+def load_run_task(run: RunDir, *, trust_remote_code: bool, is_trained: bool = True) -> Task:
+    """Return the task of a run whose base model is about to be loaded.
+
+    Args:
+        trust_remote_code: The caller's permission to run the Python code that comes with the base model. The code runs
+            only if the task's own key is set too. The permission also covers a scorer that runs code or sends rows to a
+            server.
+        is_trained: Whether the run will be trained, so that its scorer may be used.
+
+    Raises:
+        UntrustedCodeError: The task sets the key, or has such a scorer, and the caller has not allowed it.
+        SpecError: The task cannot be read.
+    """
+    task = read_run_task(run.task_file)
+    if task.trust_remote_code and not trust_remote_code:
+        raise UntrustedCodeError(
+            f"trust_remote_code: expected permission from you to run the Python code of the base model {task.model!r}, "
+            f"found it only in {run.task_file}, which may come from another person; that code would run with all your "
+            "rights: read it, then add --trust-remote-code (in Python: trust_remote_code=True)"
+        )
+    scoring = task.scoring
+    if is_trained and scoring is not None and scoring.reaches_outside and not trust_remote_code:
+        what = f"call the Python function {scoring.function}" if scoring.function else f"send rows to {scoring.address}"
+        raise UntrustedCodeError(
+            f"select_by: expected permission from you to {what}, found it only in {run.task_file}, which may come from "
+            "another person; if you trust it, add --trust-remote-code (in Python: trust_remote_code=True)"
+        )
+    return task

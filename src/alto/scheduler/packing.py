@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from alto.errors import DeviceMemoryError
 from alto.records import MemoryProfile, Throughput
 from alto.scheduler.fit import max_tokens, saturation
-from alto.spec.base_model import LOAD_IN_4BIT
+from alto.spec import LOAD_IN_4BIT
 
 __all__ = ["Packing", "PackingRequest", "choose_packing"]
 

@@ -8,8 +8,7 @@ the leading job can be trained to its end within the budget.
 
 from alto.search.budget import Need, TimeSpent, beyond_budget
 from alto.search.population import Fork, forks_of, population_rungs
-from alto.search.tpe import check_installed, next_configuration
-from alto.search.trial import Trial
+from alto.search.tpe import Trial, check_installed, next_configuration
 
 __all__ = [
     "Fork",

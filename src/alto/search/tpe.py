@@ -5,13 +5,33 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from alto.errors import UnsupportedError
-from alto.search.trial import Trial
-from alto.spec.search_space import Axis, Sampled, SearchSpace
+from alto.spec import Axis, Sampled, SearchSpace
 
-__all__ = ["check_installed", "next_configuration"]
+__all__ = ["Trial", "check_installed", "next_configuration"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One configuration and its progress.
+
+    Attributes:
+        values: Its point in the search space: values by canonical name, spelled as in the space.
+        losses: Its value at every rung that it has reached, at exactly equal shares of the steps; lower is better.
+        final: Its best value once it has done all its steps; None before.
+        has_ended: Whether it no longer trains.
+        is_infeasible: Whether it ended because it does not fit into memory.
+    """
+
+    values: Mapping[str, Any]
+    losses: tuple[float, ...] = ()
+    final: float | None = None
+    has_ended: bool = False
+    is_infeasible: bool = False
+
 
 _TRIES = 8
 """Number of suggestions in a row that were already tried, after which a configuration is drawn at random."""

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
+import logging
 import os
 import signal
 import socket
+import sys
+import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -16,17 +21,93 @@ from alto.engine.control_plane import ControlPlane, opened_control_plane
 from alto.engine.queue_setup import QueueSetup
 from alto.errors import ServiceError
 from alto.service.access import DEFAULT_TENANT, create_tenant, has_keys
-from alto.service.app import create_app
-from alto.service.context import Service
-from alto.service.control import control_folder
+from alto.service.api import cluster, drafts, health, streams, tasks
+from alto.service.api import models as own_models
+from alto.service.api.models import ModelExports
+from alto.service.api.streams import Followers
+from alto.service.context import Service, control_folder
 from alto.service.coordinator import Coordinator
 from alto.service.coordinator.leadership import Leadership
+from alto.service.dashboard import router as dashboard
+from alto.service.dashboard.rendering import error_page
 from alto.service.database import opened_store
 from alto.service.files import Artefacts
-from alto.service.logs import configure_logs
+from alto.service.openai import files, jobs, models, unsupported, uploads
+from alto.service.serving import chat
 from alto.service.settings import ServiceSettings
+from alto.service.web.answers import ERROR_ANSWERS, RequestCounts, RequestIds, add_error_answers, describe_keys
+from alto.service.web.limits import BodyLimits
+from alto.version import __version__
 
-__all__ = ["listening", "opened_service", "running", "serve"]
+__all__ = ["configure_logs", "create_app", "listening", "opened_service", "running", "serve"]
+
+
+def create_app(service: Service, coordinator: Coordinator | None = None) -> FastAPI:
+    """Return the application that serves ``service``; ``coordinator`` is this process's coordinator, if it has one."""
+    app = FastAPI(title="ALTO", version=__version__, docs_url=None, redoc_url=None)
+    app.state.service, app.state.coordinator = service, coordinator
+    app.state.model_exports = ModelExports(service)
+    add_error_answers(app, error_page)
+    describe_keys(app)
+    app.state.request_counts = RequestCounts()
+    app.include_router(health.router)
+    app.state.followers = Followers(service.store)
+    for part in (tasks, streams, cluster, drafts, own_models):
+        app.include_router(part.router, prefix="/api", responses=dict(ERROR_ANSWERS))
+    for part in (files, uploads, jobs, models, chat, unsupported):
+        app.include_router(part.router, prefix="/v1", responses=dict(ERROR_ANSWERS))
+    app.include_router(dashboard)
+    settings = service.settings
+    app.add_middleware(
+        BodyLimits,
+        max_upload_bytes=settings.max_upload_bytes,
+        max_request_bytes=settings.max_request_bytes,
+    )
+    app.add_middleware(RequestIds, counts=app.state.request_counts)
+    return app
+
+
+_OWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
+
+
+def configure_logs(*, as_json: bool, level: int = logging.INFO) -> None:
+    """Write the logs of the service and of its web server to stderr, and only warnings of all other packages."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_JsonLines() if as_json else _Lines())
+    for name in ("alto.service", "uvicorn.error"):
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(level)
+    root = logging.getLogger()
+    root.handlers = [handler]
+    root.setLevel(logging.WARNING)
+
+
+def _facts_of(record: logging.LogRecord) -> dict[str, Any]:
+    """Return a record's extra fields, except names with a leading underscore, which belong to other packages (Ray)."""
+    facts = vars(record).items()
+    return {key: value for key, value in facts if key not in _OWN and not key.startswith("_") and value is not None}
+
+
+class _JsonLines(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        facts = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{record.msecs:03.0f}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **_facts_of(record),
+        }
+        if record.exc_info:
+            facts["exception"] = self.formatException(record.exc_info)
+        return json.dumps(facts, default=str)
+
+
+class _Lines(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        facts = " ".join(f"{key}={value}" for key, value in _facts_of(record).items() if key != "color_message")
+        line = f"{time.strftime('%H:%M:%S')} {record.levelname.lower()} {record.getMessage()} {facts}".rstrip()
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
 @contextlib.contextmanager

@@ -10,9 +10,7 @@ from typing import Any
 from pydantic import Field, field_validator
 
 from alto.errors import SpecError
-from alto.spec.keys import canonical_keys
-from alto.spec.load import read_mapping
-from alto.spec.validation import SpecModel
+from alto.spec import SpecModel, canonical_keys, read_mapping
 
 __all__ = ["MOST_NAME_CHARS", "ServiceSettings", "VllmSettings", "load_settings"]
 

@@ -5,19 +5,158 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from pathlib import PurePosixPath
+from importlib import resources
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal, TypeAlias
 
 from pydantic import Field, field_validator
 
+from alto.base import quoted
 from alto.records import ProblemType
-from alto.spec.chat_template import chat_template_text
-from alto.spec.data_forms import RowFormName, check_columns, label_names
 from alto.spec.mixture import MixtureSource
-from alto.spec.quoting import quoted
 from alto.spec.validation import MAX_CHARS, SpecModel, check_path
 
-__all__ = ["MAX_SEED", "DataKeys", "OnBadRow", "TokenCacheName", "TrainOn", "default_name"]
+__all__ = [
+    "MAX_SEED",
+    "ROW_COLUMNS",
+    "TEMPLATE_NAME",
+    "TOOLS_TEMPLATE",
+    "DataKeys",
+    "OnBadRow",
+    "RowFormName",
+    "TokenCacheName",
+    "TrainOn",
+    "chat_template_text",
+    "check_columns",
+    "default_name",
+    "is_template_name",
+    "is_template_text",
+    "label_names",
+]
+
+
+RowFormName = Literal[
+    "auto",
+    "messages",
+    "sharegpt",
+    "prompt_completion",
+    "raw_prompt_completion",
+    "alpaca",
+    "text",
+    "preference",
+    "raw_preference",
+    "openai_preference",
+    "unpaired_preference",
+    "text_classification",
+]
+
+_COLUMN_ROLES = (
+    *("messages", "system", "prompt", "completion", "instruction", "input", "output", "history", "text", "text_pair"),
+    *("chosen", "rejected", "preferred_output", "non_preferred_output", "label"),
+    *("tools", "functions", "chat_template_kwargs"),
+)
+"""Roles of a dataset's columns: the keys of ``columns``."""
+
+ROW_COLUMNS = frozenset({*_COLUMN_ROLES, "conversations", "question", "answer", "response", "sentence"})
+"""Usual names of columns; rows are recognised by them."""
+
+
+def check_columns(columns: object) -> dict[str, str]:
+    """Check ``columns`` of a task or a source and return it as a dictionary.
+
+    Raises:
+        ValueError: It does not map roles to different columns.
+    """
+    if not isinstance(columns, Mapping) or not all(
+        isinstance(item, str) and item for pair in columns.items() for item in pair
+    ):
+        raise ValueError(
+            f"should map roles to names of the dataset's columns, found {quoted(columns)}. "
+            "Write for example {prompt: question, completion: solution}."
+        )
+    unknown = [role for role in columns if role not in _COLUMN_ROLES]
+    if unknown:
+        raise ValueError(
+            f"should have roles as keys, found {quoted(unknown[0])}; roles are {', '.join(_COLUMN_ROLES)}. Write the "
+            "dataset's name of the column on the right."
+        )
+    if len(set(columns.values())) < len(columns):
+        raise ValueError(f"should give every role a different column, found {quoted(dict(columns))}. Remove one.")
+    return dict(columns)
+
+
+def label_names(value: object) -> tuple[str, ...]:
+    """Check ``id2label`` of a task and return the names in order.
+
+    Args:
+        value: A list of names, or a mapping from the indices 0 to K - 1 to names.
+
+    Raises:
+        ValueError: ``value`` is neither, or two names are the same.
+    """
+    given: list[object] = list(value) if isinstance(value, list | tuple) else []
+    if isinstance(value, Mapping):
+        indices = {str(key): name for key, name in value.items()}
+        given = [indices.get(str(index)) for index in range(len(value))]
+    names = [name for name in given if isinstance(name, str) and name]
+    if not names or len(set(names)) < len(given):
+        raise ValueError(
+            f"should give labels 0 to K - 1 different names, found {quoted(value)}. Write for example {{0: negative, "
+            "1: positive}; put names that look like numbers or truth values in quotes."
+        )
+    return tuple(names)
+
+
+TEMPLATE_NAME = "chat_template.jinja"
+"""Name of its file in the folder of an exported adapter; transformers uses the same name beside a tokenizer."""
+
+TOOLS_TEMPLATE = "chatml-tools"
+"""Name of ALTO's own template: ChatML turns, with tools and tool calls in the format of Hermes and Qwen 2.5."""
+
+_MAX_BYTES = 2**20
+
+
+def is_template_text(value: str) -> bool:
+    """Return whether ``value`` is the text of a template and not a path: it contains a Jinja tag."""
+    return "{{" in value or "{%" in value
+
+
+def is_template_name(value: str) -> bool:
+    """Return whether ``value`` names a template that is shipped with ALTO."""
+    return value == TOOLS_TEMPLATE
+
+
+def chat_template_text(value: str) -> str:
+    """Return the text of the template that ``value`` is, or that it names: a shipped template or a file.
+
+    Raises:
+        ValueError: The file does not exist, cannot be read, or holds no template.
+    """
+    if is_template_text(value):
+        return value
+    if is_template_name(value):
+        file = resources.files("alto").joinpath("assets", "chat-templates", f"{value}.jinja")
+        return file.read_text(encoding="utf-8")
+    path = Path(value).expanduser()
+    try:
+        if path.stat().st_size > _MAX_BYTES:
+            raise ValueError(
+                f"should be a file of at most {_MAX_BYTES} bytes, found {quoted(value)}. Name a smaller file."
+            )
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ValueError(
+            f"should be a Jinja text with {{{{ … }}}} or {{% … %}}, a file with such a text, or {TOOLS_TEMPLATE}, "
+            f"found {quoted(value)}: {reason}. Correct the path, or write the template itself."
+        ) from None
+    if not is_template_text(text):
+        raise ValueError(
+            "should be a file with a Jinja text that contains {{ … }} or {% … %}, found neither in "
+            f"{quoted(value)}. Name a different file."
+        )
+    return text
+
 
 OnBadRow: TypeAlias = Literal["error", "skip"]
 """The treatment of rows that cannot be used."""

@@ -19,14 +19,19 @@ from pydantic import (
     model_validator,
 )
 
+from alto.base import quoted
 from alto.errors import UnsupportedError
-from alto.spec.initial_weights import InitLoraWeights, supported_init
+from alto.spec.initial_weights import InitLoraWeights, check_targets, parameter_names, supported_init
 from alto.spec.keys import JOB_ALIASES, canonical_keys
 from alto.spec.lr_schedules import (
     LrSchedulerType,
+    OptimizerName,
+    check_optimizer_args,
     check_schedule,
+    optimizer_args,
     schedule_factor,
     scheduler_kwargs,
+    supported_optimizer,
     supported_scheduler,
 )
 from alto.spec.method import Method, find_method
@@ -41,10 +46,7 @@ from alto.spec.module_names import (
     saved_modules,
     targeted_modules,
 )
-from alto.spec.objectives import ObjectiveSettings
-from alto.spec.optimizers import OptimizerName, check_optimizer_args, optimizer_args, supported_optimizer
-from alto.spec.quoting import quoted
-from alto.spec.target_parameters import check_targets, parameter_names
+from alto.spec.objective_settings import ObjectiveSettings
 from alto.spec.validation import SpecModel, is_finite_number
 
 __all__ = [

@@ -7,9 +7,8 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from alto.base import nearest_key, quoted
 from alto.errors import ConflictingKeysError, SpecError, UnknownKeyError, UnsupportedError
-from alto.spec.quoting import quoted
-from alto.spec.suggestions import nearest_key
 from alto.spec.trainer_keys import (
     FIELD_DEFAULTS,
     NOT_NEEDED_KEYS,

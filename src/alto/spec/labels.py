@@ -6,14 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
+from alto.base import quoted, read_json
 from alto.errors import ConflictingKeysError, RunError, SpecError, UnsupportedError
 from alto.records import LabelSet, ProblemType
-from alto.spec.data_forms import label_names
-from alto.spec.data_keys import DataKeys
+from alto.spec.data_keys import DataKeys, label_names
 from alto.spec.keys import TASK_ALIASES
 from alto.spec.method import Method, find_method
-from alto.spec.outside import read_json
-from alto.spec.quoting import quoted
 
 __all__ = ["LABELS_NAME", "check_label_keys", "labels_beside", "with_task_type"]
 

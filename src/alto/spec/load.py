@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from alto.base import quoted
 from alto.errors import ConflictingKeysError, SpecError, UnsupportedError
-from alto.spec.chat_template import is_template_name, is_template_text
+from alto.spec.data_keys import is_template_name, is_template_text
 from alto.spec.early_exit import EarlyExit
 from alto.spec.keys import JOB_ALIASES, TASK_ALIASES
 from alto.spec.method import SETTING_ALIASES
-from alto.spec.quoting import quoted
 from alto.spec.strict_yaml import NotYamlError, read_yaml
 from alto.spec.task import TASK_FIELDS, Task
 

@@ -8,10 +8,16 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
+from alto.base import quoted
 from alto.errors import SpecError, UnknownKeyError
-from alto.spec.objective_settings import CPO_LOSS_TYPES, KTO_LOSS_TYPES, LOSS_TYPES
-from alto.spec.objectives import OBJECTIVES, ObjectiveEntry, ObjectiveSettings
-from alto.spec.quoting import quoted
+from alto.spec.objective_settings import (
+    CPO_LOSS_TYPES,
+    KTO_LOSS_TYPES,
+    LOSS_TYPES,
+    OBJECTIVES,
+    ObjectiveEntry,
+    ObjectiveSettings,
+)
 
 __all__ = ["OWN_METHODS", "SETTING_ALIASES", "Method", "find_method", "learns_from_pairs"]
 

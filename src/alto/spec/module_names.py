@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from alto.spec.quoting import quoted
+from alto.base import quoted
 
 __all__ = [
     "ALL_LINEAR",

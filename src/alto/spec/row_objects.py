@@ -13,15 +13,16 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import date, time
+from importlib import import_module
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from alto.base import cache_home, quoted
 from alto.errors import DataError, SpecError
-from alto.spec.cache_home import cache_home
-from alto.spec.data_forms import ROW_COLUMNS
-from alto.spec.quoting import quoted
+from alto.spec.data_keys import ROW_COLUMNS
 
-__all__ = ["first_row", "with_rows_in_files"]
+__all__ = ["CONFIG", "first_row", "with_config_objects", "with_rows_in_files"]
+
 
 _KEYS = {"train": "dataset", "validation": "validation_dataset", "test": "test_dataset"}
 """The key of the task that names the rows of each split."""
@@ -261,3 +262,32 @@ def _unwritable(folder: Path, error: OSError) -> DataError:
         f"expected to keep the rows of the task in {folder}, found: {error.strerror or error}; free disk space, or "
         "name another folder with the environment variable ALTO_CACHE"
     )
+
+
+CONFIG = "config"
+"""An argument of :class:`alto.Task` that task files cannot have."""
+
+_READER = "alto.importing.config_objects", "read_config_objects"
+"""Module and function that read them. That package imports ``alto.spec``, so it is imported lazily, only when there are
+such objects."""
+
+
+def with_config_objects(values: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the keys of a task including those set by ``config``, and notes on settings not adopted unchanged.
+
+    Args:
+        values: Keys as the user wrote them. ``config`` is an object or a list of objects; every other key overrides it,
+            and so do the fields of the search space.
+
+    Raises:
+        SpecError: An object is not a configuration of an adapter or of a trainer, or there are two of one kind.
+        UnsupportedError: Settings would change what is learned, and ALTO does not have them; the message names all.
+    """
+    found = dict(values)
+    given = found.pop(CONFIG, None)
+    if given is None:
+        return found, ()
+    module, name = _READER
+    configs = given if isinstance(given, list | tuple) else (given,)
+    read: tuple[dict[str, Any], tuple[str, ...]] = getattr(import_module(module), name)(configs, found)
+    return read

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
+from alto.base import Registry
 from alto.errors import SpecError
 from alto.records import ExitDecision, ExitReason, LossPoint
 from alto.spec.keys import canonical_keys
-from alto.spec.registry import Registry
 from alto.spec.validation import SpecModel, check_defaults, plain
 
 __all__ = ["RULES", "DivergenceSettings", "GapSettings", "OverfittingSettings", "Rule", "UpturnSettings"]
@@ -109,9 +109,9 @@ RULES: Registry[type[Rule]] = Registry(
     key="rules",
     page="docs/early-exit.md",
     own={
-        "divergence": "alto.early_exit.divergence:Divergence",
-        "overfitting_gap": "alto.early_exit.gap:OverfittingGap",
-        "overfitting_upturn": "alto.early_exit.upturn:OverfittingUpturn",
+        "divergence": "alto.early_exit.patterns:Divergence",
+        "overfitting_gap": "alto.early_exit.patterns:OverfittingGap",
+        "overfitting_upturn": "alto.early_exit.patterns:OverfittingUpturn",
     },
     check=_rule,
 )

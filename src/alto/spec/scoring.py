@@ -11,11 +11,11 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
+from alto.base import quoted
 from alto.errors import SpecError
 from alto.records import Metric, ScorerName
-from alto.spec.functions import is_function, name_of
 from alto.spec.keys import canonical_keys
-from alto.spec.quoting import quoted
+from alto.spec.metric import is_function, name_of
 from alto.spec.validation import SpecModel, plain
 
 __all__ = ["Scoring", "parse_metric", "parse_select_by"]

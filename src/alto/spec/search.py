@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from alto.base import quoted
 from alto.errors import SpecError
 from alto.spec.keys import canonical_keys
-from alto.spec.quoting import quoted
 from alto.spec.search_space import SearchSpace
 from alto.spec.validation import SpecModel
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from alto.spec.quoting import quoted
+from alto.base import quoted
 
 __all__ = ["MAX_VALUES", "NotYamlError", "num_values", "read_yaml", "write_yaml"]
 

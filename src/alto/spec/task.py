@@ -9,34 +9,38 @@ from typing import Any, Literal, Self
 
 from pydantic import ConfigDict, Field, PrivateAttr, field_validator
 
+from alto.base import quoted
 from alto.errors import SpecError, UnknownKeyError, UnsupportedError
 from alto.records import LabelSet
-from alto.spec.auto_space import AUTO, auto_space
-from alto.spec.base_model import BaseModelSpec, Dtype, quantisation_of
-from alto.spec.base_objects import BaseObjects, Origin, check_object_keys, with_base_objects
-from alto.spec.chat_template import chat_template_text
-from alto.spec.config_objects import with_config_objects
-from alto.spec.data_forms import RowFormName
-from alto.spec.data_keys import DataKeys, OnBadRow, TrainOn, default_name
+from alto.spec.base_model import (
+    BaseModelSpec,
+    BaseObjects,
+    Dtype,
+    Origin,
+    check_object_keys,
+    quantisation_of,
+    with_base_objects,
+)
+from alto.spec.data_keys import DataKeys, OnBadRow, RowFormName, TrainOn, chat_template_text, default_name
 from alto.spec.early_exit import EarlyExit
-from alto.spec.expansion import Expansion, Job
+from alto.spec.expansion import AUTO, Expansion, Job, auto_space
 from alto.spec.job_config import JOB_FIELDS, JobConfig
 from alto.spec.keys import JOB_ALIASES, TASK_ALIASES, canonical_keys, spelt_as
 from alto.spec.labels import check_label_keys, with_task_type
 from alto.spec.method import Method, find_method
 from alto.spec.metric import LOSS, check_metric, check_metric_name
 from alto.spec.mixture import MixtureSource, parse_sources
-from alto.spec.quoting import quoted
-from alto.spec.refit import Refit, check_refit
-from alto.spec.row_objects import with_rows_in_files
+from alto.spec.row_objects import with_config_objects, with_rows_in_files
 from alto.spec.scoring import Scoring, parse_select_by
 from alto.spec.search import Search
 from alto.spec.search_space import SearchSpace, written
 from alto.spec.strict_yaml import write_yaml
 from alto.spec.task_checks import (
+    Refit,
     check_fixed,
     check_given_once,
     check_mixture,
+    check_refit,
     check_samples,
     check_scored_rungs,
     check_search,

@@ -15,8 +15,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from alto.base import quoted
 from alto.errors import SpecError
-from alto.spec.quoting import quoted
 
 __all__ = [
     "MAX_CHARS",

@@ -4,8 +4,8 @@
 and ``background`` runs it outside of the training thread.
 """
 
-from alto.trackers.background import tracking
 from alto.trackers.base import Tracker
 from alto.trackers.choice import chosen_trackers
+from alto.trackers.feed import tracking
 
 __all__ = ["Tracker", "chosen_trackers", "tracking"]

@@ -7,8 +7,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from alto.trackers.base import JobOutcome, Point, TrackedRun, plain_value
-from alto.trackers.stored_runs import StoredRuns
+from alto.trackers.base import JobOutcome, Point, StoredRuns, TrackedRun, plain_value
 
 __all__ = ["TrackioTracker"]
 

@@ -20,7 +20,7 @@ from alto.scheduler.queue import (
     Submitted,
     TaskState,
 )
-from alto.scheduler.queue.actions import Action, GaveUp
+from alto.scheduler.queue.events import Action, GaveUp
 
 
 def submit(queue: Queue, time_s: float, name: str, num_gpus: int) -> list[Action]:

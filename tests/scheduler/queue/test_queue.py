@@ -27,7 +27,7 @@ from alto.scheduler.queue import (
     TaskState,
     Woken,
 )
-from alto.scheduler.queue.actions import Action
+from alto.scheduler.queue.events import Action
 
 
 def queue_of(num_gpus: int = 2, **settings: object) -> Queue:

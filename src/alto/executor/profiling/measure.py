@@ -19,25 +19,20 @@ from alto.backbone import Backbone
 from alto.data import DataOrder, JobRows, TaskData
 from alto.early_exit import policy_from
 from alto.errors import DeviceMemoryError
-from alto.executor.assembly import BankSize, build_trainer, state_dtype_of, working_dtype_on
 from alto.executor.context import TaskContext
-from alto.executor.job_state import JobState
-from alto.executor.memory_errors import MemoryEvent, RowTooLargeError
-from alto.executor.micro_batches import MicroBatches
-from alto.executor.planned_job import PlannedJob, plan_jobs
+from alto.executor.micro_batches import MemoryEvent, MicroBatches, RowTooLargeError
+from alto.executor.planned_job import JobState, PlannedJob, plan_jobs
 from alto.executor.profiling.budget import LEAST_TIMED_S, MOST_TIMES, MeasuringBudget
-from alto.executor.profiling.meter import capacity_bytes, peak_bytes, reset_peak
+from alto.executor.profiling.meter import capacity_bytes, peak_bytes, reset_peak, spread_of
 from alto.executor.profiling.sketch import NUM_EVALUATED, RowLength, synthetic_rows
-from alto.executor.profiling.spread import spread_of
 from alto.executor.ranks import Ranks
+from alto.executor.shared_bank import BankSize, build_trainer, state_dtype_of, working_dtype_on
 from alto.executor.trainer import Trainer
 from alto.lora import ADAPTER_DTYPES, AdapterShape, BankLayout, bank_bytes, eject
 from alto.objectives import find_objective
 from alto.records import MemoryPoint, ThroughputPoint
 from alto.scheduler import fit_memory
-from alto.spec import Task
-from alto.spec.base_model import LOAD_IN_4BIT
-from alto.spec.method import find_method
+from alto.spec import LOAD_IN_4BIT, Task, find_method
 
 __all__ = ["MARGIN", "Measured", "Packing", "measure", "measuring_budget", "packings", "slot_bytes"]
 

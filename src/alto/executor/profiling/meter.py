@@ -6,14 +6,17 @@ import contextlib
 import ctypes
 import os
 import resource
+import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from alto.errors import UnsupportedError
 
-__all__ = ["capacity_bytes", "peak_bytes", "reset_peak"]
+__all__ = ["capacity_bytes", "peak_bytes", "reset_peak", "spread_of"]
+
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -78,3 +81,13 @@ def peak_bytes(device: torch.device) -> int:
         fields = dict(line.split(":", 1) for line in _STATUS.read_text().splitlines())
         return 1024 * int(fields["VmHWM"].split()[0])
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def spread_of(durations_s: Sequence[float]) -> float:
+    """Return how much longer the median of ``durations_s``, all above 0, is than their fastest tenth, as a share of the
+    latter.
+
+    Other programs on the machine make steps longer and never shorter, some more than others.
+    """
+    fastest = sorted(durations_s)[len(durations_s) // 10]
+    return statistics.median(durations_s) / fastest - 1.0

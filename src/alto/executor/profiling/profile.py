@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from alto.backbone import Backbone
+from alto.base import is_number
 from alto.errors import DeviceMemoryError, ProfileError, UnsupportedError
 from alto.executor import cache
 from alto.executor.profiling.measure import MARGIN, Measured, measure
@@ -26,9 +27,7 @@ from alto.executor.profiling.sketch import RowLength
 from alto.executor.ranks import Ranks
 from alto.records import MemoryProfile, Throughput
 from alto.scheduler import fit_memory, fit_throughput
-from alto.spec import JobConfig, Task
-from alto.spec.job_config import SHAPE_FIELDS
-from alto.spec.outside import is_number
+from alto.spec import SHAPE_FIELDS, JobConfig, Task
 
 __all__ = ["Profile", "find_profile", "profile_task"]
 

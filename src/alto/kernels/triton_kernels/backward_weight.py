@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from alto.kernels.triton_kernels.dropout import is_kept, token_keys
+from alto.kernels.triton_kernels.common import is_kept, token_keys
 
 __all__ = ["accumulate_by_own_tile", "da_kernel"]
 

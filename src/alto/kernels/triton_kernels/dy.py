@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from alto.kernels.triton_kernels.backward_weight import accumulate_by_own_tile
-from alto.kernels.triton_kernels.members import of_member
+from alto.kernels.triton_kernels.common import of_member
 from alto.kernels.triton_kernels.shrink import shrink_by_own_tile
 
 __all__ = ["dy_kernel"]

@@ -10,8 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from alto.kernels.triton_kernels.dropout import is_kept, token_keys
-from alto.kernels.triton_kernels.members import of_member, tile_of_members
+from alto.kernels.triton_kernels.common import is_kept, of_member, tile_of_members, token_keys
 
 __all__ = ["dx_kernel", "expand_kernel"]
 

@@ -6,6 +6,7 @@ their names in a journal; ``codec`` reads and writes lines.
 
 from alto.runs.events.codec import (
     NO_SEQ,
+    WIRE_NAMES,
     Event,
     JournalEntry,
     TaskRelayed,
@@ -40,7 +41,6 @@ from alto.runs.events.job_events import (
     JobResumed,
     TrainSteps,
 )
-from alto.runs.events.names import WIRE_NAMES
 from alto.runs.events.queue_events import (
     ExecutorExited,
     ExecutorStarted,

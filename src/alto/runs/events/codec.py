@@ -13,13 +13,18 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from alto.errors import RunError
-from alto.runs.events.names import CLASSES, RELAYED, WIRE_NAMES
+from alto.runs.events import job_events as job
+from alto.runs.events import queue_events as queue
+from alto.runs.events import run_events as run
 from alto.runs.events.queue_events import QueueEvent
 from alto.runs.events.run_events import RunEvent, TaskStarted
 from alto.runs.events.values import Path, WrongValueError, from_wire, pointer, to_wire
 
 __all__ = [
+    "CLASSES",
     "NO_SEQ",
+    "RELAYED",
+    "WIRE_NAMES",
     "Event",
     "JournalEntry",
     "TaskRelayed",
@@ -32,6 +37,59 @@ __all__ = [
     "name_of",
     "settings_of",
 ]
+
+
+WIRE_NAMES: Mapping[type, str] = {
+    run.TaskStarted: "task_started",
+    run.TaskResumed: "task_resumed",
+    run.ProfileMeasured: "profile",
+    run.KernelsCompiled: "kernels_compiled",
+    run.BaseEvaluated: "base_evaluated",
+    job.JobAdmitted: "job_admitted",
+    job.JobResumed: "job_resumed",
+    job.TrainSteps: "train",
+    job.JobEvaluated: "eval",
+    job.BestMeasured: "best_measured",
+    job.JobParked: "job_parked",
+    run.RungScored: "rung_scored",
+    run.WarmupEnded: "warmup_ended",
+    job.JobExited: "job_exited",
+    job.JobCompleted: "job_completed",
+    job.JobAdded: "job_added",
+    job.JobReopened: "job_reopened",
+    run.CommandRefused: "command_refused",
+    run.OutOfMemory: "oom",
+    run.GpusOffered: "gpus_offered",
+    run.CheckpointSaved: "checkpoint",
+    run.ShareReceived: "share_received",
+    run.TaskInterrupted: "task_interrupted",
+    run.FinalistsJudged: "finalists_judged",
+    run.SamplesGenerated: "samples_generated",
+    run.AdapterChecked: "adapter_checked",
+    run.TaskCompleted: "task_completed",
+    queue.QueueStarted: "queue_started",
+    queue.QueueResumed: "queue_resumed",
+    queue.TaskSubmitted: "task_submitted",
+    queue.TaskCancelled: "task_cancelled",
+    queue.SchedulePlanned: "planned",
+    queue.ExecutorStarted: "executor_started",
+    queue.ExecutorExited: "executor_ended",
+    queue.TaskGivenUp: "task_given_up",
+    queue.GpuLost: "gpu_lost",
+    queue.GpuAdded: "gpu_added",
+    queue.QueueInterrupted: "queue_interrupted",
+    queue.QueueCompleted: "queue_completed",
+    queue.MeasuringBegun: "measuring",
+    queue.TaskMeasured: "measured",
+}
+"""Name in journals by class."""
+
+RELAYED = "relayed"
+"""Name of the event that holds an event of another journal; only observers see it."""
+
+CLASSES: Mapping[str, type] = {name: event for event, name in WIRE_NAMES.items()}
+"""Class by name in journals."""
+
 
 NO_SEQ = -1
 """Sequence number of an event that is not in a journal."""

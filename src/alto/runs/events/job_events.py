@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from alto.records import ExitReason
-from alto.runs.events.facts import JobDescription
-from alto.runs.events.fields import wire
+from alto.runs.events.facts import JobDescription, wire
 
 __all__ = [
     "BestMeasured",

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from alto.records import Gpu, Node, Placement
-from alto.runs.events.facts import QueuedTask
-from alto.runs.events.fields import wire
+from alto.runs.events.facts import QueuedTask, wire
 from alto.runs.events.run_events import FORMAT
 
 __all__ = [

@@ -20,8 +20,8 @@ from alto.runs.events.facts import (
     StartFact,
     StartMeasurement,
     TiedJob,
+    wire,
 )
-from alto.runs.events.fields import wire
 from alto.runs.events.job_events import (
     BestMeasured,
     JobAdded,

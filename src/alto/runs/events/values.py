@@ -15,7 +15,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 from alto.records import Gpu
-from alto.runs.events.fields import ALIASES, ALWAYS, DAMAGED_IS_NONE, IF_ABSENT, KEY_ALIASES, VALUE_ALIASES
+from alto.runs.events.facts import ALIASES, ALWAYS, DAMAGED_IS_NONE, IF_ABSENT, KEY_ALIASES, VALUE_ALIASES
 
 __all__ = ["Path", "WrongValueError", "from_wire", "pointer", "to_wire"]
 

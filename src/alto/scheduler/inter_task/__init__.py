@@ -11,12 +11,10 @@ from alto.scheduler.inter_task.colocation import (
     member_of,
     members_ending_at,
 )
-from alto.scheduler.inter_task.lists import LIST_METHODS, LIST_ORDERS
+from alto.scheduler.inter_task.lists import LIST_METHODS, LIST_ORDERS, fewest_nodes
 from alto.scheduler.inter_task.problem import RunningTask, SchedulingProblem, TaskDemand
-from alto.scheduler.inter_task.reservations import fewest_nodes
 from alto.scheduler.inter_task.schedule import METHODS, schedule_tasks
-from alto.scheduler.inter_task.sharing import Colocation, Group
-from alto.scheduler.inter_task.sharing_search import colocated
+from alto.scheduler.inter_task.sharing import Colocation, Group, colocated
 from alto.scheduler.inter_task.validate import check_schedule
 
 __all__ = [

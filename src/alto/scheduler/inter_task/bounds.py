@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from alto.scheduler.inter_task.lists import fewest_nodes, running_counts
 from alto.scheduler.inter_task.problem import SchedulingProblem, TaskDemand
-from alto.scheduler.inter_task.reservations import fewest_nodes, running_counts
 
 __all__ = ["makespan_bound"]
 

@@ -12,10 +12,8 @@ from typing import Any
 from alto.errors import UnsupportedError
 from alto.records import Schedule
 from alto.scheduler.inter_task.bounds import makespan_bound
-from alto.scheduler.inter_task.lists import list_reservations, priority_classes
-from alto.scheduler.inter_task.outcome import makespan_of, schedule_from
-from alto.scheduler.inter_task.problem import SchedulingProblem, TaskDemand
-from alto.scheduler.inter_task.reservations import Reservation, fewest_nodes, place
+from alto.scheduler.inter_task.lists import Reservation, fewest_nodes, list_reservations, place, priority_classes
+from alto.scheduler.inter_task.problem import SchedulingProblem, TaskDemand, makespan_of, schedule_from
 
 __all__ = ["milp_schedule"]
 

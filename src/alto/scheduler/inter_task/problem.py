@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Literal
 
+from alto.base import is_number
 from alto.errors import SpecError
-from alto.records import MAX_DURATION_S, MIN_DURATION_S, Gpu, Node, Sharing
-from alto.spec.outside import is_number
+from alto.records import MAX_DURATION_S, MIN_DURATION_S, Gpu, Node, Placement, Schedule, Sharing
 
-__all__ = ["RunningTask", "SchedulingProblem", "TaskDemand"]
+__all__ = ["RunningTask", "SchedulingProblem", "TaskDemand", "in_ticks", "makespan_of", "schedule_from"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,3 +174,76 @@ def _check_sharing(where: str, sharing: Sharing, duration_s: float) -> None:
         found = getattr(sharing, name)
         if not isinstance(found, int) or isinstance(found, bool) or found < least:
             raise SpecError(f"{where}: expected {name} of at least {least}, found {found!r}; correct it")
+
+
+def makespan_of(placements: Iterable[Placement]) -> float:
+    """Return the end of the last placement; 0 if there is none."""
+    return max((placement.end_s for placement in placements), default=0.0)
+
+
+def schedule_from(
+    method: str,
+    placements: tuple[Placement, ...],
+    *,
+    bound_s: float,
+    status: Literal["optimal", "feasible", "heuristic"],
+) -> Schedule:
+    """Make a schedule that is ``optimal`` if it ends at the bound; otherwise it has ``status``.
+
+    Bound and makespan may be sums of the same times in different orders, so they count as equal if only rounding
+    differs.
+
+    Args:
+        method: Method that made the schedule.
+        placements: The placements.
+        bound_s: Lower bound of the makespan, in seconds.
+        status: Status if the makespan is above the bound.
+    """
+    makespan_s = makespan_of(placements)
+    if math.isclose(makespan_s, bound_s, rel_tol=1e-9):
+        bound_s, status = makespan_s, "optimal"
+    return Schedule(method=method, status=status, placements=placements, bound_s=bound_s)
+
+
+_EXACT_S = (1.0, 0.1, 0.01, 0.001)
+_MAX_TICKS = 10**8
+"""Ticks of the whole horizon; multiplied by the GPUs of a large cluster this is far below the 64-bit limit."""
+
+
+def in_ticks(problem: SchedulingProblem) -> tuple[SchedulingProblem, float, bool]:
+    """Return the problem in ticks, the seconds per tick, and whether the conversion is exact.
+
+    The conversion is exact if every time is a whole number of seconds, tenths, hundredths or thousandths, and the
+    horizon has less than 10^8 of these units. A tick is then the greatest common divisor of all times. Otherwise a tick
+    is 10^-8 of the horizon, and times are rounded up: a schedule in ticks is also valid in seconds, and the least
+    makespan of ``n`` tasks in ticks is at most ``n + 1`` ticks above the least in seconds.
+    """
+    times = [demand.duration_s for demand in problem.pending] + [demand.release_s for demand in problem.pending]
+    times += [task.remaining_s for task in problem.running]
+    # At worst all tasks run one after the other, after the last release and the last running task.
+    horizon_s = max(times, default=0.0) + sum(demand.duration_s for demand in problem.pending)
+    for unit_s in _EXACT_S:
+        if horizon_s / unit_s < _MAX_TICKS and all(_is_whole(time / unit_s) for time in times):
+            return _exact(problem, times, unit_s)
+    tick_s = horizon_s / _MAX_TICKS
+    return _with_times(problem, lambda time_s: float(math.ceil(time_s / tick_s))), tick_s, False
+
+
+def _exact(problem: SchedulingProblem, times: Sequence[float], unit_s: float) -> tuple[SchedulingProblem, float, bool]:
+    units = math.gcd(*(round(time / unit_s) for time in times)) or 1
+    return _with_times(problem, lambda time_s: float(round(time_s / unit_s) // units)), unit_s * units, True
+
+
+def _with_times(problem: SchedulingProblem, ticks: Callable[[float], float]) -> SchedulingProblem:
+    return replace(
+        problem,
+        pending=tuple(
+            replace(demand, duration_s=ticks(demand.duration_s), release_s=ticks(demand.release_s))
+            for demand in problem.pending
+        ),
+        running=tuple(replace(task, remaining_s=ticks(task.remaining_s)) for task in problem.running),
+    )
+
+
+def _is_whole(number: float) -> bool:
+    return number == 0 or (round(number) > 0 and math.isclose(number, round(number), rel_tol=1e-12))

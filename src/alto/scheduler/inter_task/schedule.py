@@ -6,12 +6,10 @@ from alto.errors import SpecError
 from alto.records import Schedule
 from alto.scheduler.inter_task.bounds import makespan_bound
 from alto.scheduler.inter_task.cp_sat import cp_sat_schedule
-from alto.scheduler.inter_task.lists import LIST_METHODS, list_reservations
+from alto.scheduler.inter_task.lists import LIST_METHODS, list_reservations, place
 from alto.scheduler.inter_task.milp import milp_schedule
-from alto.scheduler.inter_task.outcome import schedule_from
-from alto.scheduler.inter_task.problem import SchedulingProblem
-from alto.scheduler.inter_task.reservations import place
-from alto.scheduler.inter_task.sharing_search import apart, colocated
+from alto.scheduler.inter_task.problem import SchedulingProblem, schedule_from
+from alto.scheduler.inter_task.sharing import apart, colocated
 
 __all__ = ["METHODS", "schedule_tasks"]
 

@@ -12,28 +12,29 @@ from types import MappingProxyType
 from alto.errors import SpecError
 from alto.records import Gpu, Node, Placement, Schedule
 from alto.scheduler.inter_task import SchedulingProblem
-from alto.scheduler.queue.actions import Action, GaveUp, Planned, StartTask, StopTask
-from alto.scheduler.queue.dispatch import schedule_of_now
+from alto.scheduler.queue.dispatch import Waiting, schedule_of_now
 from alto.scheduler.queue.events import (
+    Action,
     Failed,
     Finished,
+    GaveUp,
     GpuAdded,
     GpuLost,
     Offered,
+    Planned,
     Prioritised,
     Profiled,
     Progressed,
     QueueEvent,
     Started,
+    StartTask,
     Stopped,
+    StopTask,
     Submitted,
     Woken,
 )
-from alto.scheduler.queue.executors import Executors
-from alto.scheduler.queue.gpus import GpuPool
-from alto.scheduler.queue.settings import MAX_ATTEMPTS_IN_ALL, QueueSettings
-from alto.scheduler.queue.task import LEAST_S, QueuedTask, TaskState
-from alto.scheduler.queue.waiting import Waiting
+from alto.scheduler.queue.executors import Executors, GpuPool
+from alto.scheduler.queue.task import LEAST_S, MAX_ATTEMPTS_IN_ALL, QueuedTask, QueueSettings, TaskState
 
 __all__ = ["Queue", "Solve"]
 

@@ -28,8 +28,7 @@ from alto.scheduler.queue import (
 )
 from alto.scheduler.simulate.executors import Executor, Work
 from alto.scheduler.simulate.workload import SimulatedTask
-from alto.spec import Simulation
-from alto.spec.trace import MIN_S
+from alto.spec import MIN_S, Simulation
 
 __all__ = ["World"]
 

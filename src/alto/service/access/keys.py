@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 import secrets
-from collections.abc import Collection, Mapping
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +18,7 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from alto.errors import ServiceError
+from alto.service.errors import TooManyRequestsError
 from alto.service.ids import new_id, now
 from alto.service.store.tables import KeyRow, Tenant
 
@@ -21,6 +26,7 @@ __all__ = [
     "DEFAULT_TENANT",
     "SCOPES",
     "Caller",
+    "RateLimiter",
     "caller_of",
     "create_key",
     "create_tenant",
@@ -28,6 +34,7 @@ __all__ = [
     "list_keys",
     "revoke_key",
 ]
+
 
 SCOPES = ("read", "write", "chat")
 """``read`` sees files, jobs and models; ``write`` creates, changes and deletes them; ``chat`` talks to models."""
@@ -153,3 +160,43 @@ def caller_of(session: Session, secret: str) -> Caller | None:
 def _hash(secret: str) -> str:
     # Secrets are 256 random bits, so a slow hash, which protects passwords, is not needed.
     return hashlib.sha256(secret.encode()).hexdigest()
+
+
+_BURST_S = 5.0
+_MOST_BUCKETS = 10_000
+
+
+class RateLimiter:
+    """A token bucket for each tenant. It fills at the tenant's rate and holds up to five seconds' worth of tokens.
+
+    Args:
+        clock: Monotonic clock, in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def take(self, name: str, requests_per_s: float | None) -> None:
+        """Take a token from the bucket ``name``; a rate of None means unlimited.
+
+        Raises:
+            TooManyRequestsError: The bucket is empty; the error says when to try again.
+        """
+        if requests_per_s is None:
+            return
+        now, most = self._clock(), max(1.0, _BURST_S * requests_per_s)
+        with self._lock:
+            tokens, since = self._buckets.pop(name, (most, now))
+            tokens = min(most, tokens + (now - since) * requests_per_s)
+            has_one = tokens >= 1.0
+            self._buckets[name] = (tokens - has_one, now)
+            if len(self._buckets) > _MOST_BUCKETS:
+                self._buckets.popitem(last=False)
+        if not has_one:
+            wait_s = min(60, max(1, math.ceil((1.0 - tokens) / requests_per_s)))
+            raise TooManyRequestsError(
+                f"expected at most {requests_per_s:g} requests a second, found more; try again in {wait_s} s",
+                wait_s=wait_s,
+            )

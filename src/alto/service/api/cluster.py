@@ -12,8 +12,7 @@ from alto.engine.estimates import UNKNOWN_DURATION_S
 from alto.records import Gpu, Placement
 from alto.runs import QueueHistory
 from alto.runs.queue_history import TaskHistory
-from alto.service.context import Service, ServiceOf
-from alto.service.control import newest_journal
+from alto.service.context import Service, ServiceOf, newest_journal
 from alto.service.store.jobs import OPEN
 from alto.service.store.tables import JobRow
 from alto.service.web.access import Reader

@@ -13,7 +13,7 @@ from alto.errors import AltoError
 from alto.records.data import PreviewExample, Segments
 from alto.service.access import Caller
 from alto.service.context import Service, ServiceOf
-from alto.service.coordinator.faults import code_of
+from alto.service.coordinator.leadership import code_of
 from alto.service.errors import refused
 from alto.service.openai.files import artefact_of, find_file
 from alto.service.openai.jobs import JobRequest, check_usable, draft_of

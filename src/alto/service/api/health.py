@@ -11,8 +11,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from alto.service.context import Service, ServiceOf
 from alto.service.store.tables import FileRow, JobRow, LeaderRow
-from alto.service.web.counts import RequestCounts
-from alto.service.web.document import WITHOUT_KEY
+from alto.service.web.answers import WITHOUT_KEY, RequestCounts
 
 __all__ = ["router"]
 

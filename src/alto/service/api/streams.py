@@ -18,8 +18,7 @@ from alto.service.context import Service, ServiceOf
 from alto.service.errors import ApiError
 from alto.service.openai.objects import event_object
 from alto.service.store import Store
-from alto.service.store.events import events_of
-from alto.service.store.jobs import ENDED, find_job
+from alto.service.store.jobs import ENDED, events_of, find_job
 from alto.service.store.tables import JobRow
 from alto.service.web.access import Reader
 

@@ -16,17 +16,14 @@ from sqlalchemy import select
 from alto.errors import MailboxFullError
 from alto.export import METRICS_NAME, report_page
 from alto.runs import Action, Mailbox, RunDir, RunHistory
-from alto.runs.device_hours import device_hours
 from alto.runs.job_history import JobHistory
+from alto.runs.progress import device_hours
 from alto.service.context import Service, ServiceOf
 from alto.service.errors import ApiError, not_found, refused
-from alto.service.openai.objects import job_object
-from alto.service.openai.paging import After, Limit
+from alto.service.openai.objects import After, Limit, job_object
 from alto.service.openai.translation import clone_changes
 from alto.service.savings import savings_of
-from alto.service.store.events import add_event
-from alto.service.store.jobs import OPEN, find_job, lock_job
-from alto.service.store.paging import page_of
+from alto.service.store.jobs import OPEN, add_event, find_job, lock_job, page_of
 from alto.service.store.tables import JobRow
 from alto.service.web.access import Reader, Writer
 from alto.service.web.bodies import BodyRoute

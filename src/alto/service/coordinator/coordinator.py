@@ -18,27 +18,97 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from alto.engine.control_plane import ControlPlane, OrderState, RunOrder
+from alto.engine.runner import portable
 from alto.errors import AltoError, QueueCommandError
-from alto.runs import RunDir, has_result
+from alto.records import ExitReason
+from alto.runs import RunDir, RunHistory, has_result, load_run_task
 from alto.runs.progress import outlook
 from alto.service.context import Service
-from alto.service.coordinator.durations import remember_duration
-from alto.service.coordinator.faults import code_of, code_of_end, is_of_service, is_of_storage, missing_file
-from alto.service.coordinator.housekeeping import keep_house
-from alto.service.coordinator.leadership import LEASE_S, Leadership, LostLeadershipError
-from alto.service.coordinator.projection import Projection
-from alto.service.coordinator.results import publish, write_result
+from alto.service.coordinator.leadership import (
+    LEASE_S,
+    Leadership,
+    LostLeadershipError,
+    code_of,
+    code_of_end,
+    is_of_service,
+    is_of_storage,
+    missing_file,
+)
+from alto.service.coordinator.projection import Projection, publish, write_result
 from alto.service.coordinator.run_folders import clear_ended_runs, make_run, settled_task, shown_error
 from alto.service.errors import ApiError
 from alto.service.ids import now
+from alto.service.openai.files import artefact_of
 from alto.service.serving import registering
-from alto.service.store.events import add_event
-from alto.service.store.jobs import ENDED, in_turns, levels_of, lock_job, wanted_jobs
-from alto.service.store.tables import JobRow, Tenant
+from alto.service.store.jobs import ENDED, OPEN, add_event, in_turns, levels_of, lock_job, wanted_jobs
+from alto.service.store.store import forget_old_replays
+from alto.service.store.tables import FileRow, JobRow, PartRow, Tenant, UploadRow
+from alto.spec import Task
 
-__all__ = ["Coordinator", "OpenPlane"]
+__all__ = ["Coordinator", "OpenPlane", "keep_house", "remember_duration"]
+
 
 _LOG = logging.getLogger("alto.service.coordinator")
+
+
+def remember_duration(service: Service, job: JobRow, remember: Callable[[Task, float], None]) -> None:
+    """Store how long the finished run of ``job`` took, for drafts and for schedules. If that fails, only the estimate
+    is missing later.
+
+    Args:
+        job: A job that has succeeded.
+        remember: Method of the control plane that stores the duration of a task in seconds.
+    """
+    root = service.run_of(job)
+    try:
+        history = service.histories.read(root)
+        if not _was_changed(history):
+            remember(_asked_task(job, RunDir.open(root)), history.duration_s)
+    except (AltoError, OSError) as error:
+        _LOG.warning("the duration of job %s cannot be recorded", job.id, exc_info=error)
+
+
+def _asked_task(job: JobRow, run: RunDir) -> Task:
+    """Return a run's task as its user requested it. In the task file, the executor has replaced ``auto`` by values."""
+    trained = load_run_task(run, trust_remote_code=True)
+    files = {"dataset": trained.dataset, "validation_dataset": trained.validation_dataset}
+    return portable(Task(**job.task, **files, name=job.id, tenant=job.tenant, report_to="none"))
+
+
+def _was_changed(history: RunHistory) -> bool:
+    """Return whether the user stopped configurations, so that the run took less time than requested."""
+    return any(job.exit_reason == ExitReason.STOPPED for job in history.jobs.values())
+
+
+def keep_house(service: Service) -> None:
+    """Delete expired request records, files and uploads; files that an open job needs stay until it ends."""
+    with service.store.writing() as session:
+        forget_old_replays(session)
+        used = select(JobRow.training_file).where(JobRow.status.in_(OPEN))
+        used_too = select(JobRow.validation_file).where(JobRow.status.in_(OPEN), JobRow.validation_file.is_not(None))
+        expired = list(
+            session.scalars(
+                select(FileRow).where(
+                    FileRow.expires_at <= now(),
+                    FileRow.deleted_at.is_(None),
+                    FileRow.id.not_in(used),
+                    FileRow.id.not_in(used_too),
+                )
+            )
+        )
+        names = [artefact_of(row) for row in expired]
+        for row in expired:
+            row.deleted_at, row.filename, row.status_details = now(), "", None
+        over = list(
+            session.scalars(select(UploadRow).where(UploadRow.status == "pending", UploadRow.expires_at <= now()))
+        )
+        for upload in over:
+            upload.status = "expired"
+            parts = session.scalars(select(PartRow).where(PartRow.upload == upload.id))
+            names += [f"parts/{upload.tenant}/{part.id}" for part in parts]
+    for name in names:
+        service.artefacts.delete(name)
+
 
 TURN_S = 0.25
 MOST_SUBMITTED = 64

@@ -12,17 +12,31 @@ import contextlib
 import secrets
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from sqlalchemy import select, update
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy.exc import IntegrityError, InterfaceError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.orm import Session
 
-from alto.errors import ServiceError
+from alto import errors
+from alto.errors import AltoError, DataError, ModelError, RunWriteError, ServiceError
+from alto.service.errors import ApiError
 from alto.service.store import Store
 from alto.service.store.store import database_time
 from alto.service.store.tables import LeaderRow
 
-__all__ = ["LEASE_S", "Leadership", "LostLeadershipError"]
+__all__ = [
+    "LEASE_S",
+    "Leadership",
+    "LostLeadershipError",
+    "code_of",
+    "code_of_end",
+    "is_of_service",
+    "is_of_storage",
+    "missing_file",
+]
+
 
 LEASE_S = 15.0
 _RENEWALS = 7
@@ -123,3 +137,42 @@ class Leadership:
                 update(LeaderRow).where(LeaderRow.id == _ID, LeaderRow.epoch == self._epoch).values(holder="")
             )
         self._epoch = None
+
+
+def is_of_service(error: Exception) -> bool:
+    """Return whether no job can be worked on: the database does not answer, or another server leads."""
+    return isinstance(error, LostLeadershipError | OperationalError | InterfaceError | PoolTimeoutError)
+
+
+def code_of(error: Exception, code: str) -> tuple[str, str | None]:
+    """Return the error code and request parameter for an error of a job; ``code`` is the default."""
+    if isinstance(error, ApiError):
+        return error.code or code, error.param
+    return _code_of_class(type(error), code)
+
+
+def code_of_end(error: str, code: str) -> tuple[str, str | None]:
+    """Return the same for an executor that ended with an error whose class is called ``error``."""
+    found = getattr(errors, error, None)
+    return _code_of_class(found if isinstance(found, type) else Exception, code)
+
+
+def _code_of_class(kind: type, code: str) -> tuple[str, str | None]:
+    if issubclass(kind, DataError):
+        return "invalid_training_file", "training_file"
+    if issubclass(kind, ModelError):
+        return "invalid_model", "model"
+    return code, None
+
+
+def is_of_storage(error: Exception) -> bool:
+    """Return whether a disk or the artefact store failed, so that the job may succeed later (unless a file is gone)."""
+    return isinstance(error, RunWriteError) or (
+        isinstance(error, OSError) and not isinstance(error, AltoError | FileNotFoundError)
+    )
+
+
+def missing_file(error: FileNotFoundError) -> str:
+    """Return a message for the user that names the missing file of a job."""
+    name = Path(str(error.filename)).name if error.filename else str(error)
+    return f"expected all files of the job, found that {name} is gone; create the job again"

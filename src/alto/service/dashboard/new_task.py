@@ -10,7 +10,7 @@ from fastapi.responses import HTMLResponse
 from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy import select
 
-from alto.runs.device_hours import price_of_hour
+from alto.runs.progress import price_of_hour
 from alto.service.context import ServiceOf
 from alto.service.dashboard.rendering import PageRoute, page
 from alto.service.errors import refused
@@ -18,7 +18,7 @@ from alto.service.openai.files import FINE_TUNE
 from alto.service.openai.translation import METHODS
 from alto.service.store.tables import FileRow
 from alto.service.web.access import Reader
-from alto.spec.strict_yaml import NotYamlError, read_yaml
+from alto.spec import NotYamlError, read_yaml
 
 __all__ = ["router"]
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import shutil
-from collections.abc import Iterator
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -14,7 +16,8 @@ from fsspec.implementations.local import LocalFileSystem
 from alto.errors import ServiceError
 from alto.service.ids import new_id
 
-__all__ = ["Artefacts", "chunks_of"]
+__all__ = ["Artefacts", "chunks_of", "zip_chunks"]
+
 
 _CHUNK_BYTES = 2**20
 
@@ -127,3 +130,46 @@ class Artefacts:
         parts = name.split("/")
         assert all(part not in ("", ".", "..") for part in parts), f"invalid artefact name: {name!r}"
         return "/".join((self._root.rstrip("/"), *parts))
+
+
+class _Sink(io.RawIOBase):
+    """A stream that holds the bytes written since it was last emptied; it cannot seek."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._held = bytearray()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: object) -> int:
+        found = bytes(data)  # type: ignore[call-overload]
+        self._held += found
+        return len(found)
+
+    def empty(self) -> bytes:
+        found = bytes(self._held)
+        self._held.clear()
+        return found
+
+
+def zip_chunks(artefacts: Artefacts, folder: str, names: Iterable[str], texts: Mapping[str, bytes]) -> Iterator[bytes]:
+    """Yield a zip file of contents below ``folder`` in pieces, without compression, because weights do not shrink.
+
+    Args:
+        names: Names of the contents, relative to ``folder``.
+        texts: Contents by name that replace the stored ones.
+
+    Raises:
+        FileNotFoundError: A content is missing.
+    """
+    sink = _Sink()
+    with zipfile.ZipFile(sink, "w", zipfile.ZIP_STORED) as archive:
+        for name in names:
+            # Sizes are not known in advance: without 64-bit sizes a file could have no more than 2 GiB.
+            with archive.open(zipfile.ZipInfo(name), "w", force_zip64=True) as entry:
+                kept = io.BytesIO(texts[name]) if name in texts else artefacts.open(f"{folder}/{name}")
+                for chunk in chunks_of(kept):
+                    entry.write(chunk)
+                    yield sink.empty()
+    yield sink.empty()

@@ -16,15 +16,13 @@ from alto.service.context import Service, ServiceOf
 from alto.service.errors import ApiError, not_found, refused
 from alto.service.files import check_rows, chunks_of, sha256_of
 from alto.service.ids import new_id, now
-from alto.service.openai.objects import file_object, list_object
-from alto.service.openai.paging import After
-from alto.service.store.jobs import OPEN
-from alto.service.store.paging import page_of
-from alto.service.store.replays import RequestMark
+from alto.service.openai.objects import After, file_object, list_object
+from alto.service.store.jobs import OPEN, page_of
+from alto.service.store.store import RequestMark
 from alto.service.store.tables import FileRow, JobRow, UploadRow
 from alto.service.web.access import Reader, Writer
+from alto.service.web.answers import mark_of
 from alto.service.web.bodies import BodyRoute
-from alto.service.web.repeats import mark_of
 
 __all__ = [
     "FINE_TUNE",

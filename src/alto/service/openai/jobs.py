@@ -16,18 +16,15 @@ from alto.service.errors import ApiError, not_found, refused
 from alto.service.ids import new_id, now
 from alto.service.models import base_model_of
 from alto.service.openai.files import FINE_TUNE, check_quota, find_file
-from alto.service.openai.objects import checkpoint_object, event_object, job_object, list_object
-from alto.service.openai.paging import After, Limit
+from alto.service.openai.objects import After, Limit, checkpoint_object, event_object, job_object, list_object
 from alto.service.openai.translation import METHODS, build, task_values
 from alto.service.settings import MOST_NAME_CHARS
-from alto.service.store.events import add_event
-from alto.service.store.jobs import cancel_job, count_open, find_job, pause_job, resume_job
-from alto.service.store.paging import page_of
-from alto.service.store.replays import RequestMark
+from alto.service.store.jobs import add_event, cancel_job, count_open, find_job, page_of, pause_job, resume_job
+from alto.service.store.store import RequestMark
 from alto.service.store.tables import Checkpoint, JobEvent, JobRow
 from alto.service.web.access import Reader, Writer
+from alto.service.web.answers import mark_of
 from alto.service.web.bodies import BodyRoute
-from alto.service.web.repeats import mark_of
 
 __all__ = ["JobRequest", "create_job", "draft_of", "router"]
 

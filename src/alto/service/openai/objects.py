@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
+
+from fastapi import Query
 
 from alto.service.store.tables import AliasRow, Checkpoint, FileRow, JobEvent, JobRow, ModelRow, PartRow, UploadRow
 
 __all__ = [
+    "After",
+    "Limit",
     "alias_object",
     "base_model_object",
     "checkpoint_object",
@@ -19,6 +23,7 @@ __all__ = [
     "part_object",
     "upload_object",
 ]
+
 
 _WHOLE = frozenset({"batch_size", "n_epochs"})
 _TYPED = ("n_epochs", "batch_size", "learning_rate_multiplier")
@@ -155,3 +160,7 @@ def _number(given: object, chosen: object, *, is_whole: bool = False) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return "auto"
     return int(value) if is_whole and value == int(value) else float(value)
+
+
+After = Annotated[str | None, Query(max_length=200, description="id of the last object of the previous page")]
+Limit = Annotated[int, Query(ge=1, le=100, description="maximum number of objects per page")]

@@ -7,22 +7,209 @@ service's machine.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from alto.base import nearest_key, quoted
 from alto.errors import SpecError, UnsupportedError
 from alto.service.errors import ApiError, refused
-from alto.service.openai.faults import param_of, worded
-from alto.service.openai.graders import select_by_of
-from alto.service.openai.module_names import check_module_names
-from alto.spec import Task
-from alto.spec.auto_space import usual_learning_rate
-from alto.spec.job_config import MAPPING_FIELDS
-from alto.spec.keys import JOB_ALIASES, TASK_ALIASES
-from alto.spec.quoting import quoted
-from alto.spec.task import TASK_FIELDS
+from alto.spec import JOB_ALIASES, MAPPING_FIELDS, TASK_ALIASES, TASK_FIELDS, Task, parse_select_by, usual_learning_rate
 
-__all__ = ["ALLOWED_TASK_KEYS", "METHODS", "build", "clone_changes", "multiplier_of", "task_values"]
+__all__ = [
+    "ALLOWED_TASK_KEYS",
+    "METHODS",
+    "build",
+    "check_grader",
+    "check_module_names",
+    "clone_changes",
+    "multiplier_of",
+    "param_of",
+    "select_by_of",
+    "task_values",
+    "worded",
+]
+
+
+# Module names in requests, which must be plain names. ALTO itself also takes regular expressions, but an expression of
+# a stranger can keep a process busy forever.
+
+_FIELDS = frozenset(
+    {
+        "target_modules",
+        "target_parameters",
+        "exclude_modules",
+        "layers_pattern",
+        "modules_to_save",
+        "rank_pattern",
+        "alpha_pattern",
+    }
+)
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,200}")
+
+
+def check_module_names(values: Mapping[str, Any]) -> None:
+    """Check that settings that name modules have only plain names, also in a search space and in lists.
+
+    Raises:
+        ApiError: A setting has something else.
+    """
+    for key, value in values.items():
+        if JOB_ALIASES.get(key, key) in _FIELDS:
+            for name in _texts(value):
+                if _NAME.fullmatch(name) is None:
+                    raise refused(
+                        f"{key}: expected names of modules, such as q_proj, found {quoted(name)}; a service does not "
+                        "accept regular expressions",
+                        "hyperparameters",
+                    )
+        elif key in ("search_space", "paired") and isinstance(value, Mapping):
+            check_module_names(value)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield all texts in a value; for a mapping, the texts of its keys."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | tuple | Mapping):
+        for each in value:
+            yield from _texts(each)
+
+
+# Errors about hyperparameters in the words of the request: its keys as they were sent, and no keys that requests may
+# not have.
+
+_MOST_KNOWN = 24
+"""Maximum number of known keys that an error lists."""
+
+_OPENAI = ("n_epochs", "batch_size", "learning_rate_multiplier")
+_USUAL = "learning_rate, r, lora_alpha, lora_dropout, weight_decay"
+_ALL = "ALTO's reference (docs/reference.md) lists all keys."
+_OF_TASK = f"Usual keys are {', '.join(_OPENAI)}, {_USUAL}, search_space, search and early_exit. {_ALL}"
+_OF_SPACE = f"Usual keys are num_train_epochs, per_device_train_batch_size, {_USUAL}. {_ALL}"
+
+
+def worded(text: str, sent: Mapping[str, str], refused: Collection[str]) -> str:
+    """Return the text of a task's error, reworded for the sender of a request.
+
+    Args:
+        text: Error text with ALTO's names.
+        sent: Keys of the request that are other spellings of ALTO's names, by these names.
+        refused: Keys that a request may not have.
+    """
+    for name, key in sent.items():
+        # Lists and ranges among the hyperparameters became a search space, which the sender does not know.
+        place = "" if "search_space" in sent else r"(?:search_space\.)?"
+        text = re.sub(rf"(?<![\w.*']){place}{re.escape(name)}\b(?=[\[.: (])", key, text)
+    usual = _OF_SPACE if text.startswith("search_space") else _OF_TASK
+    text = re.sub(r"Known keys are ([\w, ]+)\.", lambda found: _known(found[1], refused, usual), text)
+    return re.sub(
+        r"(the task )?has the unknown key '(\w+)'\.( Did you mean '(\w+)'\?)?",
+        lambda found: _unknown(found, refused),
+        text,
+    )
+
+
+def param_of(text: str, sent: Mapping[str, str], default: str) -> str:
+    """Return the key of the request that a task's error is about; ``default`` if it is about several keys, or none.
+
+    Args:
+        text: Error text with ALTO's names.
+        sent: All keys of the request, by ALTO's names.
+        default: Name of all the keys together.
+    """
+    found = re.match(r"the task has the (?:unknown )?key '(\w+)'", text)
+    found = found or re.match(r"(?:In )?(?:search_space\.)?(\w+)(?=[\[.: (])", text)
+    if found is None or "\n" in text:
+        return default
+    place = "search_space" if "search_space." in found[0] else found[1]
+    return sent.get(found[1], sent.get(place, default))
+
+
+def _known(listed: str, refused: Collection[str], usual: str) -> str:
+    names = [name for name in listed.split(", ") if name not in refused]
+    return usual if len(names) > _MOST_KNOWN else f"Known keys are {', '.join(names)}."
+
+
+def _unknown(found: re.Match[str], refused: Collection[str]) -> str:
+    """Return the text for an unknown key, with a suggestion that a request may follow, if there is one."""
+    task, key, suggestion, near = found.groups()
+    about = f"{task or ''}has the unknown key {key!r}."
+    near = (nearest_key(key, _OPENAI) if task else None) or (near if near not in refused else None)
+    if near is not None:
+        return f"{about} Did you mean {near!r}?"
+    return f"{about} {_OF_TASK}" if task and suggestion else about
+
+
+_SCORERS = ("exact", "contains", "numeric", "exact_match", "json", "tool_call", "multiple_choice")
+"""Scorers that requests may name. The others run code, contact servers, or may never end (backtracking patterns)."""
+_KEYS = ("scorer", "keys", "tolerance", "ignore_case", "num_rows", "max_new_tokens", "at")
+_OPERATIONS: Mapping[str, dict[str, Any]] = {
+    "eq": {"scorer": "exact"},
+    "like": {"scorer": "contains"},
+    "ilike": {"scorer": "contains", "ignore_case": True},
+}
+_STRING_CHECK = {"input": "sample.output_text", "reference": "item.reference"}
+"""Keys of OpenAI's grader, with the only template that each may have."""
+_TEMPLATE = re.compile(r"\{\{\s*([\w.]+)\s*\}\}")
+
+
+def select_by_of(value: Any) -> Any:
+    """Return the task's ``select_by`` for the ``select_by`` of a request.
+
+    Args:
+        value: A grader of OpenAI (with ``type``), or ``select_by`` in ALTO's form.
+
+    Raises:
+        ApiError: A service does not run this grader or scorer.
+    """
+    if not isinstance(value, Mapping):
+        return value
+    if "type" in value:
+        return _scorer_of(value)
+    if value.get("scorer") not in _SCORERS:
+        raise _unsupported("select_by.scorer", " or ".join(_SCORERS), value.get("scorer"), "use one of these")
+    for key in value:
+        if key not in _KEYS:
+            raise _unsupported("select_by", f"the keys {', '.join(_KEYS)}", key, "remove it")
+    return dict(value)
+
+
+def check_grader(grader: Mapping[str, Any]) -> None:
+    """Check a grader as if it were ``select_by`` of a job.
+
+    Raises:
+        ApiError: A job could not have this grader.
+    """
+    try:
+        parse_select_by(select_by_of(grader))
+    except SpecError as error:
+        raise refused(str(error), "grader") from None
+
+
+def _scorer_of(grader: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the scorer that does the same as a grader of OpenAI."""
+    if grader["type"] != "string_check":
+        remedy = f"write string_check, or {{scorer: …}} with one of {', '.join(_SCORERS)}"
+        raise _unsupported("select_by.type", "'string_check'", grader["type"], remedy)
+    for key in grader:
+        if key not in ("type", "name", "operation", *_STRING_CHECK):
+            raise _unsupported("select_by", "the keys type, name, input, reference, operation", key, "remove it")
+    for key, wanted in _STRING_CHECK.items():
+        found = _TEMPLATE.fullmatch(str(grader.get(key)).strip())
+        if found is None or found[1] != wanted:
+            what = "generated text" if key == "input" else "reply of a row"
+            remedy = f"write the expected value, which stands for the {what}"
+            raise _unsupported(f"select_by.{key}", f"'{{{{{wanted}}}}}'", grader.get(key), remedy)
+    operation = grader.get("operation")
+    if not isinstance(operation, str) or operation not in _OPERATIONS:
+        raise _unsupported("select_by.operation", " or ".join(_OPERATIONS), operation, "use one of these")
+    return dict(_OPERATIONS[operation])
+
+
+def _unsupported(where: str, expected: str, found: object, remedy: str) -> ApiError:
+    return refused(f"{where}: expected {expected}, found {quoted(found)}; {remedy}", "select_by", "unsupported_grader")
+
 
 METHODS = {"supervised": "sft", "dpo": "dpo"}
 

@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel
 
 from alto.service.errors import ApiError, refused
-from alto.service.openai.graders import check_grader
+from alto.service.openai.translation import check_grader
 from alto.service.web.access import Reader
 from alto.service.web.bodies import BodyRoute
 

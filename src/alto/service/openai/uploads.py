@@ -28,8 +28,8 @@ from alto.service.openai.files import (
 from alto.service.openai.objects import part_object, upload_object
 from alto.service.store.tables import PartRow, UploadRow
 from alto.service.web.access import Writer
+from alto.service.web.answers import mark_of
 from alto.service.web.bodies import BodyRoute
-from alto.service.web.repeats import mark_of
 
 __all__ = ["router"]
 

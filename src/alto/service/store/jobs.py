@@ -7,28 +7,97 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
-from sqlalchemy import func, select
-from sqlalchemy.orm import Session
+from sqlalchemy import Select, func, select
+from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from alto.service.errors import JobStateError, UnknownJobError
 from alto.service.ids import now
-from alto.service.store.events import add_event
-from alto.service.store.tables import JobRow
+from alto.service.store.tables import JobEvent, JobRow
 
 __all__ = [
     "ENDED",
     "OPEN",
+    "add_event",
     "cancel_job",
     "count_open",
+    "events_of",
     "find_job",
     "in_turns",
     "levels_of",
     "lock_job",
+    "page_of",
     "pause_job",
     "resume_job",
     "wanted_jobs",
 ]
+
+
+def add_event(
+    session: Session,
+    job: JobRow,
+    message: str,
+    *,
+    level: str = "info",
+    data: dict[str, Any] | None = None,
+    created_at: float | None = None,
+) -> None:
+    """Add an event to ``job``. This transaction must have locked the job's row, so that event numbers have no gaps and
+    follow the order of commits.
+
+    Args:
+        message: A sentence for users.
+        level: ``info``, ``warn`` or ``error``.
+        data: Values for programs; with the key ``step``, the event has the type ``metrics``.
+        created_at: Unix seconds; None means now.
+    """
+    job.num_events += 1
+    session.add(
+        JobEvent(
+            job=job.id,
+            number=job.num_events,
+            created_at=now() if created_at is None else int(created_at),
+            level=level,
+            type="metrics" if data is not None and "step" in data else "message",
+            message=message[:2000],
+            data=data,
+        )
+    )
+
+
+def events_of(session: Session, job: str, *, since: int, limit: int) -> list[JobEvent]:
+    """Return events of a job from number ``since`` on, oldest first."""
+    statement = select(JobEvent).where(JobEvent.job == job, JobEvent.number >= since)
+    return list(session.scalars(statement.order_by(JobEvent.number).limit(limit)))
+
+
+Row = TypeVar("Row")
+
+
+def page_of(
+    session: Session,
+    statement: Select[Row],
+    number: InstrumentedAttribute[Any],
+    *,
+    after: int | None,
+    limit: int,
+    is_ascending: bool = False,
+) -> tuple[list[Row], bool]:
+    """Return the next rows of ``statement``, and whether more rows follow.
+
+    Args:
+        statement: Query without an order.
+        number: Column that numbers the rows.
+        after: Number of the last row of the previous page; None begins with the first row.
+        is_ascending: Whether the oldest row comes first; else the newest.
+    """
+    if after is not None:
+        statement = statement.where(number > after if is_ascending else number < after)
+    statement = statement.order_by(number.asc() if is_ascending else number.desc()).limit(limit + 1)
+    rows = list(session.scalars(statement))
+    return rows[:limit], len(rows) > limit
+
 
 OPEN = ("validating_files", "queued", "running", "paused")
 ENDED = ("succeeded", "failed", "cancelled")

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
 import logging
 import re
 import secrets
+import threading
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,13 +18,14 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
-from sqlalchemy.exc import InterfaceError, OperationalError
+from sqlalchemy.exc import InterfaceError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from alto.errors import AltoError, RunWriteError
+from alto.service.context import service_of
 from alto.service.errors import (
     ApiError,
     JobStateError,
@@ -30,10 +36,125 @@ from alto.service.errors import (
     not_found,
     refused,
 )
-from alto.service.web.counts import RequestCounts
-from alto.service.web.repeats import forget_older
+from alto.service.store.store import RequestMark
 
-__all__ = ["ERROR_ANSWERS", "ErrorAnswer", "RequestIds", "add_error_answers", "api_error_of"]
+__all__ = [
+    "ERROR_ANSWERS",
+    "WITHOUT_KEY",
+    "ErrorAnswer",
+    "RequestCounts",
+    "RequestIds",
+    "add_error_answers",
+    "api_error_of",
+    "describe_keys",
+    "forget_older",
+    "hash_of_json",
+    "mark_of",
+]
+
+
+_BOUNDS_S = (0.01, 0.05, 0.1, 0.5, 1.0, 5.0)
+
+
+class RequestCounts:
+    """Counts of requests since this process started. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[tuple[str, str, int]] = Counter()
+        self._within: defaultdict[float, int] = defaultdict(int)
+        self._sum_s = 0.0
+        self._lock = threading.Lock()
+
+    def add(self, method: str, route: str, status: int, duration_s: float) -> None:
+        """Count a request."""
+        with self._lock:
+            self._counts[method, route, status] += 1
+            self._sum_s += duration_s
+            for bound in _BOUNDS_S:
+                self._within[bound] += duration_s <= bound
+
+    def lines(self) -> list[str]:
+        """Return the counts in Prometheus' text format."""
+        with self._lock:
+            counts, within, sum_s = dict(self._counts), dict(self._within), self._sum_s
+        total = sum(counts.values())
+        name = "alto_request_duration_seconds"
+        return [
+            "# HELP alto_requests_total Requests by route and status.",
+            "# TYPE alto_requests_total counter",
+            *(
+                f'alto_requests_total{{method="{method}",route="{route}",status="{status}"}} {count}'
+                for (method, route, status), count in sorted(counts.items())
+            ),
+            f"# HELP {name} Durations of requests; a stream counts until its end, not until its first byte.",
+            f"# TYPE {name} histogram",
+            *(f'{name}_bucket{{le="{bound:g}"}} {within.get(bound, 0)}' for bound in _BOUNDS_S),
+            f'{name}_bucket{{le="+Inf"}} {total}',
+            f"{name}_sum {sum_s:.6f}",
+            f"{name}_count {total}",
+        ]
+
+
+WITHOUT_KEY: dict[str, Any] = {"security": []}
+"""Extra OpenAPI fields of an operation that needs no key."""
+
+_SCHEME = "key"
+
+
+def describe_keys(app: FastAPI) -> None:
+    """Declare in the OpenAPI document of ``app`` that requests have a key in their headers."""
+    openapi = app.openapi
+
+    def described() -> dict[str, Any]:
+        document = openapi()
+        schemes = document.setdefault("components", {}).setdefault("securitySchemes", {})
+        schemes[_SCHEME] = {
+            "type": "http",
+            "scheme": "bearer",
+            "description": "A key of a tenant, created with: alto keys create. While a service has no keys, it needs "
+            "none, and answers only requests from its own machine.",
+        }
+        document["security"] = [{_SCHEME: []}]
+        return document
+
+    app.openapi = described  # type: ignore[method-assign]
+
+
+def mark_of(request: Request, tenant: str, body_hash: str) -> RequestMark:
+    """Return the mark by which repetitions of ``request`` are recognised; also store it for :func:`forget_older`."""
+    count = request.headers.get("x-stainless-retry-count", "")
+    if priority := request.headers.get("alto-priority"):  # the same body with another priority asks for another job
+        body_hash = hashlib.sha256(f"{body_hash} {priority}".encode()).hexdigest()
+    mark = RequestMark(
+        tenant=tenant,
+        path=request.url.path,
+        body_hash=body_hash,
+        key=request.headers.get("idempotency-key", "")[:255],
+        is_retry=count.isdecimal() and count.strip("0") != "",
+        refusals=service_of(request).refusals,
+    )
+    request.state.mark = mark
+    return mark
+
+
+def hash_of_json(body: bytes) -> str:
+    """Return the SHA-256 of the JSON value in ``body``, independent of its formatting; of its bytes if not JSON."""
+    with contextlib.suppress(ValueError, RecursionError):
+        body = json.dumps(json.loads(body), sort_keys=True).encode()
+    return hashlib.sha256(body).hexdigest()
+
+
+def forget_older(request: Request, *, has_database: bool) -> None:
+    """Forget the object of an earlier request equal to ``request``, which is refused: repetitions must not find it."""
+    mark: RequestMark | None = getattr(request.state, "mark", None)
+    if mark is None:
+        return
+    store = service_of(request).store
+    try:
+        mark.forget_older(store, has_database=has_database)
+    except SQLAlchemyError:
+        mark.forget_older(store, has_database=False)
+
 
 _LOG = logging.getLogger("alto.service.requests")
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from alto.service.errors import ApiError, refused
 from alto.service.web.access import caller
-from alto.service.web.repeats import hash_of_json, mark_of
+from alto.service.web.answers import hash_of_json, mark_of
 
 __all__ = ["BodyRoute", "check_values"]
 
