@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from importlib import metadata
 
-__all__ = ["__version__", "version_of"]
-
 __version__ = "0.2.0"
 """Version of this source, whether it is installed or only on the path; the build reads it from here."""
 

@@ -26,20 +26,6 @@ from alto.backbone.flash import find_kernel
 from alto.backbone.sequences import Sequences
 from alto.errors import UnsupportedModelError
 
-__all__ = [
-    "NAME",
-    "Pattern",
-    "attending",
-    "current_sequences",
-    "has_chunks",
-    "recompute",
-    "register",
-    "sdpa_attention",
-    "set_pattern",
-    "varlen_attention",
-]
-
-
 # Padding-free causal attention, one sequence at a time, with PyTorch's ``scaled_dot_product_attention``.
 #
 # It runs on every device. On a CPU it is the fastest known way. Forward and backward on one core for 16 rows of GSM8K,

@@ -27,8 +27,6 @@ from alto.errors import UnsupportedError, UnsupportedModelError
 from alto.kernels import layer_functions_on
 from alto.records import ModelLimits
 
-__all__ = ["Backbone", "LengthLimit", "changed_embeddings", "length_limit", "limits_of"]
-
 
 class LengthLimit(NamedTuple):
     """The length of the longest sequence whose result does not depend on the rest of the forward pass, in tokens, and

@@ -21,8 +21,6 @@ from alto.backbone.sharding import is_sharded
 from alto.errors import ModelError, RunBusyError, UnsupportedError
 from alto.spec import BaseObjects
 
-__all__ = ["borrowed"]
-
 _IN_USE = "_alto_in_use"
 
 _NAME_IT = "or name the model by its id or its folder, which ALTO loads itself"

@@ -16,8 +16,6 @@ from alto.records import LabelSet
 if TYPE_CHECKING:
     from alto.backbone.backbone import Backbone
 
-__all__ = ["check_classifier", "classifier_of"]
-
 _LENGTHS = (23, 9)
 _TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 """Largest relative difference of the logits, in norm."""

@@ -25,15 +25,6 @@ from alto.backbone.load import resolve_model
 from alto.backbone.reading import reading
 from alto.spec import BaseModelSpec
 
-__all__ = [
-    "base_differences",
-    "base_fingerprint",
-    "named_tensors",
-    "object_fingerprint",
-    "tokenizer_fingerprint",
-    "weight_files",
-]
-
 WHOLE_BYTES = 64 * 1024
 """Tensors up to this size are digested whole. Larger tensors are digested in ``NUM_WINDOWS`` windows of
 ``WINDOW_BYTES``, the first at the beginning, the last at the end."""

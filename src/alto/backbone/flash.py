@@ -30,8 +30,6 @@ from transformers.utils.import_utils import is_flash_attn_2_available
 
 from alto.backbone.sequences import Sequences
 
-__all__ = ["FlashKernel", "find_kernel", "flash_attn_kernel", "installed_kernels", "torch_kernel"]
-
 _DTYPES = (torch.bfloat16, torch.float16)
 _MAX_HEAD_SIZE, _HEAD_SIZE_MULTIPLE = 256, 8
 _MIN_CAPABILITY = (8, 0)

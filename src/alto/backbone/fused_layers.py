@@ -33,8 +33,6 @@ from alto.backbone.fused_modules import (
 )
 from alto.backbone.output_head import OutputHead
 
-__all__ = ["FusedLayers", "Fusion"]
-
 _LOSS = "cross_entropy"
 
 

@@ -16,25 +16,6 @@ from alto.backbone.output_head import OutputHead
 from alto.kernels import NormKind
 from alto.kernels.layer_reference import cross_entropy, rms_norm, rotary, swiglu
 
-__all__ = [
-    "FusedForward",
-    "FusedMlp",
-    "FusedNorm",
-    "FusedRotary",
-    "Rotation",
-    "bare_copy",
-    "fused_norm",
-    "fused_rotation",
-    "is_near",
-    "linear_names",
-    "norm_signature",
-    "rotating_function",
-    "sample_losses",
-    "why_no_kernel",
-    "why_unfused",
-]
-
-
 # Copies of a model's modules with other, small weights, to test what a module's forward pass computes. This also works
 # where the module's own weights are quantised or sharded.
 

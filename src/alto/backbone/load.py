@@ -23,16 +23,6 @@ from alto.backbone.sharded_load import load_sharded
 from alto.errors import ModelError, ModelNotFoundError, UnsupportedError
 from alto.spec import LOAD_IN_4BIT, BaseModelSpec, is_object_name
 
-__all__ = [
-    "SHIPPED_MODELS",
-    "load_backbone",
-    "load_config",
-    "load_network",
-    "load_tokenizer",
-    "loading_class",
-    "resolve_model",
-]
-
 SHIPPED_MODELS = ("alto-tiny",)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -6,8 +6,6 @@ import gc
 
 import torch
 
-__all__ = ["device_name", "is_out_of_memory", "release_memory"]
-
 _MESSAGES = (
     "DefaultCPUAllocator: can't allocate memory",  # PyTorch on a CPU
     "DefaultCPUAllocator: not enough memory",  # the same on Windows

@@ -26,8 +26,6 @@ from alto.backbone.sharded_load import parameters_on_meta
 from alto.errors import ModelError
 from alto.spec import BaseModelSpec, BaseObjects
 
-__all__ = ["NamedBase", "build_skeleton", "find_named_base"]
-
 
 def build_skeleton(spec: BaseModelSpec) -> PreTrainedModel:
     """Build the modules of a base model; weights are not read and take no memory. Return a model given as an object

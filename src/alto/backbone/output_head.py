@@ -22,9 +22,6 @@ from transformers import PreTrainedModel
 from alto.backbone.sharding import find_body, is_sharded
 from alto.errors import UnsupportedModelError
 
-__all__ = ["CrossEntropy", "HeadTokens", "LogitAdapters", "OutputHead", "token_losses"]
-
-
 # Computes the next-token loss chunk by chunk: the logits of all tokens are never in memory together, and the frozen
 # head gets no gradient.
 #

@@ -36,20 +36,6 @@ from alto.backbone.sequences import PaddedRows
 from alto.backbone.sharding import is_sharded
 from alto.errors import AltoError, UnsupportedModelError
 
-__all__ = [
-    "LARGEST_SMALL_WINDOW",
-    "can_widen",
-    "check_losses",
-    "find_patterns",
-    "in_float32",
-    "probe",
-    "real_patterns",
-    "refusing",
-    "small_windows",
-    "widened",
-]
-
-
 _HALF = (torch.bfloat16, torch.float16)
 
 

@@ -16,9 +16,6 @@ from alto.backbone.reading import auto_class
 from alto.errors import ModelError, UnsupportedError
 from alto.spec import LOAD_IN_4BIT, QUANTISATION_KEYS, BaseModelSpec, Quantisation, quantisation_keys, quantisation_of
 
-__all__ = ["QuantisedLinear", "bitsandbytes_config", "dequantised", "plan_packing", "unpack_on_use"]
-
-
 _PACKAGES = ("bitsandbytes", "accelerate")  # transformers loads bitsandbytes through accelerate
 
 

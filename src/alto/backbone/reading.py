@@ -25,9 +25,6 @@ from transformers.utils.hub import has_file
 
 from alto.errors import ModelError, ModelNotFoundError
 
-__all__ = ["auto_class", "check_is_causal", "has_pickle_weights", "reading"]
-
-
 _MAX_REASON_CHARS = 240
 
 _NOT_READABLE = (

@@ -24,8 +24,6 @@ from alto.backbone.sharding import find_body
 from alto.errors import UnsupportedModelError
 from alto.spec import find_method
 
-__all__ = ["check_router_loss", "recorded_routers", "router_coefficient", "router_notes", "router_sums"]
-
 _KEY = "router_aux_loss_coef"
 _BY_SWITCH = ("cpo", "orpo")
 """Methods whose trainers in TRL add the loss only if ``output_router_logits`` is true in the model's configuration."""

@@ -11,9 +11,6 @@ from torch import Tensor
 
 from alto.errors import UnsupportedModelError
 
-__all__ = ["PaddedRows", "Sequences"]
-
-
 # Sequences as padded rows of one length, for models whose layers need this layout.
 #
 # Attention takes the boundaries of sequences in a concatenated row as an argument. A recurrence, a convolution or

@@ -19,8 +19,6 @@ from alto.backbone.quantised import QuantisedLinear, plan_packing
 from alto.backbone.reading import auto_class
 from alto.backbone.sharding import find_roots, shard
 
-__all__ = ["load_sharded", "parameters_on_meta"]
-
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 

@@ -21,8 +21,6 @@ from transformers.utils import output_capturing
 
 from alto.errors import UnsupportedModelError
 
-__all__ = ["find_body", "find_roots", "forget_micro_batch", "held_bytes", "is_sharded", "shard"]
-
 
 def find_body(model: PreTrainedModel) -> Any:
     """Return the part of a causal LM that returns the final hidden states; the model itself if it has no such part."""

@@ -12,8 +12,6 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-__all__ = ["config_notes"]
-
 _RANDOM = re.compile(r"drop|jitter")
 _ELSEWHERE = re.compile(r"^(classifier|summary|cls|encoder)")
 """Keys of heads and encoders, which a causal language model does not run."""

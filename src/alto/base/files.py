@@ -22,25 +22,6 @@ from typing import Any, NoReturn
 
 from alto.errors import AltoError, DiskFullError, RunWriteError
 
-__all__ = [
-    "MAX_JSON_BYTES",
-    "LockFile",
-    "cache_home",
-    "is_disk_full",
-    "is_number",
-    "note_resumption",
-    "open_regular",
-    "read_bytes",
-    "read_json",
-    "replace_file",
-    "resume_command",
-    "scratch_folder",
-    "strict_json",
-    "sync_folder",
-    "write_error",
-    "writing",
-]
-
 
 def resume_command(root: str | Path) -> str:
     """Return the shell command that resumes the run or queue in ``root``, with the path quoted for the shell."""

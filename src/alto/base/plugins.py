@@ -13,8 +13,6 @@ from typing import Any, Generic, TypeVar
 from alto.base.text import quoted
 from alto.errors import AltoError, SpecError, UnsupportedError
 
-__all__ = ["Registry", "described", "load_attribute", "naming_errors"]
-
 
 @contextlib.contextmanager
 def naming_errors(

@@ -6,9 +6,6 @@ import re
 import reprlib
 from collections.abc import Iterable
 
-__all__ = ["nearest_key", "quoted"]
-
-
 _MAX_CHARS = 80
 _MAX_ITEMS = 12
 _MAX_DIGITS = 40

@@ -23,8 +23,6 @@ from alto.cli import (
 from alto.cli.output import print_error
 from alto.errors import AltoError
 
-__all__ = ["app", "main"]
-
 app = typer.Typer(
     name="alto",
     help="Tune LoRA adapters: many configurations together on one frozen base model, the losers stopped early.",

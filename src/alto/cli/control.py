@@ -26,9 +26,6 @@ from alto.runs import (
 )
 from alto.spec import JobConfig, find_method, load_task, parse_override
 
-__all__ = ["app", "cancel", "drain", "submit", "wait_for_answer"]
-
-
 _LOOK_S = 1.0
 """Interval at which the lock of the run is tested while waiting, in seconds."""
 

@@ -21,8 +21,6 @@ from alto.cli.output import print_json
 from alto.errors import RunWriteError
 from alto.records import AdapterEvaluation, Evaluation, EvaluationResult, GenerationBackend, Metric, Prediction
 
-__all__ = ["evaluate"]
-
 _MAX_LABELS = 12
 """Maximum number of labels for which the table shows a confusion matrix; with more, only the JSON has it."""
 

@@ -14,8 +14,6 @@ from alto.cli.options import AsJson, TrustRemoteCode, complete_run, reachable
 from alto.cli.output import print_json
 from alto.records import ExportResult, ForeignTool, GgufType
 
-__all__ = ["export"]
-
 _HOLDS = {
     "adapter": "adapter",
     "per_expert": "adapter",

@@ -32,8 +32,6 @@ from alto.runs import (
 )
 from alto.spec import Keep
 
-__all__ = ["list_", "prune"]
-
 
 def list_(
     queue: Annotated[

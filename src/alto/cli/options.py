@@ -13,28 +13,6 @@ from alto.errors import RunNotFoundError
 from alto.runs import QueueDir, RunState, find_runs, latest_run, summarise
 from alto.spec import OWN_METHODS, EarlyExit, JobConfig, Search, Simulation, Task, find_method
 
-__all__ = [
-    "AnyRun",
-    "AsJson",
-    "InterruptedRun",
-    "OutputDir",
-    "Overrides",
-    "Quiet",
-    "Run",
-    "Strategy",
-    "TrustRemoteCode",
-    "complete_job_key",
-    "complete_queue",
-    "complete_run",
-    "complete_simulation_key",
-    "complete_task_key",
-    "interrupted_run",
-    "reachable",
-    "run_to_evaluate",
-    "run_to_show",
-]
-
-
 RUNS = Path("runs")
 """Folder of runs, unless the user names another."""
 

@@ -26,20 +26,6 @@ from alto.runs import JournalEntry, Observer, QueueProgress, events
 if TYPE_CHECKING:
     from alto.results import TaskResult
 
-__all__ = [
-    "Interrupt",
-    "catching_signals",
-    "print_error",
-    "print_interrupted",
-    "print_json",
-    "print_notices",
-    "print_stop",
-    "progress",
-    "queue_progress",
-    "result_facts",
-]
-
-
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 

@@ -20,8 +20,6 @@ from alto.records import TaskPlan
 from alto.runs.progress import price_of_hour
 from alto.spec import Task, build_task, load_task
 
-__all__ = ["import_tasks", "plan", "preview"]
-
 
 def plan(
     files: Annotated[list[Path], typer.Argument(help="Task files (YAML).")],

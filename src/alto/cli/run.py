@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from alto.engine import Engine
     from alto.results import TaskResult
 
-__all__ = ["run", "work_on_queue"]
-
 
 def run(
     files: Annotated[

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from alto.service.store import Store
     from alto.service.store.tables import KeyRow
 
-__all__ = ["keys", "serve"]
-
 keys = typer.Typer(name="keys", help="Keys of a service's users.", no_args_is_help=True)
 
 SettingsFile = Annotated[

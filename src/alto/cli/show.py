@@ -16,8 +16,6 @@ from alto.cli.output import print_interrupted, print_json
 from alto.runs import QueueDir, QueueProgress, RunDir, RunHistory, RunStatus, TaskStage, gpus_to_json, read_history
 from alto.runs.progress import outlook, share_done
 
-__all__ = ["compare", "report", "show"]
-
 
 def show(
     run: AnyRun = None,

@@ -22,8 +22,6 @@ from alto.errors import SpecError
 from alto.records import SimulationOutcome
 from alto.spec import Simulation, load_simulation
 
-__all__ = ["simulate"]
-
 _LEGEND = (
     "makespan: hours until all tasks have ended; mean, p99: hours from a task's\n"
     "arrival to its end; starts: executors started\n"

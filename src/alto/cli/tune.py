@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from alto.engine import Engine
     from alto.results import TaskResult
 
-__all__ = ["refit", "resume", "train", "tune"]
-
 
 def tune(
     file: Annotated[Path, typer.Argument(help="Task file (YAML).")],

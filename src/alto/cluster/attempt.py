@@ -20,8 +20,6 @@ from alto.base import read_json, replace_file, writing
 from alto.cluster.base import Outcome
 from alto.errors import DiskFullError
 
-__all__ = ["AttemptDir", "Ending", "exit_code_of", "unwritten_ending"]
-
 _UNWRITTEN = {Outcome.FINISHED: 80, Outcome.INTERRUPTED: 81, Outcome.FAILED: 82, Outcome.LOST: 83}
 _DISK_FULL = 84
 """Exit codes of an executor that could not write how it ended. No interpreter or shell uses these codes."""

@@ -11,20 +11,6 @@ from alto.records import Gpu, Node, TaskEstimate
 from alto.runs import JournalEntry
 from alto.scheduler import TaskDemand
 
-__all__ = [
-    "Cluster",
-    "ClusterEvent",
-    "EntryWritten",
-    "ExecutorEnded",
-    "GpuCame",
-    "GpuGone",
-    "Launch",
-    "Outcome",
-    "TaskTicket",
-    "check_launch",
-]
-
-
 ONE_SECOND = TaskEstimate(duration_s=1.0)
 
 

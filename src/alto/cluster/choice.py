@@ -12,9 +12,6 @@ from alto.cluster.base import Cluster, ClusterEvent, EntryWritten, ExecutorEnded
 from alto.errors import SpecError, UnsupportedError
 from alto.records import Node
 
-__all__ = ["CLUSTERS", "CheckedCluster", "OpenCluster", "open_cluster"]
-
-
 PAGE = "docs/clusters.md"
 
 _MEMBERS = ("nodes", "has_gpus", "start", "stop", "poll", "close")

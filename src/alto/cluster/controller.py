@@ -17,8 +17,6 @@ from alto.errors import QueueCommandError, TaskInterruptedError
 from alto.runs import Action, Answer, Journal, JournalEntry, JournalTail, Mailbox, Observer, RunDir
 from alto.scheduler.queue import Queue
 
-__all__ = ["POLL_S", "Controller", "interruption"]
-
 POLL_S = 0.25
 """Longest wait for the cluster in one turn. Commands and interruptions are handled between turns."""
 

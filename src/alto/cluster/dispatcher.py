@@ -51,8 +51,6 @@ from alto.scheduler.queue import (
     Woken,
 )
 
-__all__ = ["ControllerStatus", "Dispatcher", "Retrying", "RunningAttempt", "TaskStatus"]
-
 
 @dataclass(slots=True, kw_only=True)
 class RunningAttempt:

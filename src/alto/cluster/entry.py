@@ -24,21 +24,6 @@ from alto.errors import (
     TaskInterruptedError,
 )
 
-__all__ = [
-    "TRUST_VARIABLE",
-    "Entry",
-    "Host",
-    "HostedRun",
-    "ending_by",
-    "ending_of",
-    "error_class",
-    "load_entry",
-    "notices_of",
-    "run_entry",
-    "trusts_remote_code",
-    "work_alone",
-]
-
 TRUST_VARIABLE = "ALTO_TRUST_REMOTE_CODE"
 """Environment variable; ``1`` in a process whose user allows code of base models."""
 

@@ -16,8 +16,6 @@ from alto.cluster.processes import kill_session
 from alto.cluster.rendezvous import FOLDER, Rendezvous
 from alto.cluster.zygote import Zygote
 
-__all__ = ["ExecutorProcess", "ProcessGroup", "ProcessShape"]
-
 
 class ProcessGroup:
     """A separate session for a Python module; all processes started in it belong to it too.

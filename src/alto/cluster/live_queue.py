@@ -26,8 +26,6 @@ from alto.runs import (
 from alto.runs import events as journaled
 from alto.spec import Task, build_task
 
-__all__ = ["LiveQueue", "QueueIntake", "answer_past_ends", "past_ends", "unique_name"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueIntake:

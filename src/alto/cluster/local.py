@@ -16,9 +16,6 @@ from alto.cluster.machine import Machine
 from alto.errors import DeviceBusyError, SpecError, UnsupportedError
 from alto.records import Node
 
-__all__ = ["DeviceLocks", "LocalCluster", "num_cores"]
-
-
 # Locks of this machine's GPUs between the processes of this user, with one lock file per GPU.
 #
 # The kernel releases a lock when its process ends, in any way. CPU slots have no locks: they are shares of cores, which

@@ -15,8 +15,6 @@ from alto.errors import RunError
 from alto.runs import JournalEntry, JournalTail, RunDir
 from alto.runs.events import MeasuringBegun
 
-__all__ = ["LocalExecutor", "Timeouts"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:

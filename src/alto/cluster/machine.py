@@ -13,9 +13,6 @@ from alto.cluster.local_executor import LocalExecutor, Timeouts
 from alto.cluster.zygote import Zygote
 from alto.records import Gpu
 
-__all__ = ["Machine", "ProcessPool"]
-
-
 POOL_INTERVAL_S = 0.01
 
 

@@ -25,8 +25,6 @@ from alto.base import read_json
 from alto.cluster.attempt import AttemptDir, Ending
 from alto.cluster.base import Outcome, TaskTicket
 
-__all__ = ["EndReport", "Orders", "StopOrder", "WorkOrder"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkOrder:

@@ -7,8 +7,6 @@ import os
 import signal
 from pathlib import Path
 
-__all__ = ["HELD_SIGNALS", "kill_session", "session_members"]
-
 HELD_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Signals that ask a process to end. They are blocked in a new executor until its handlers are installed, so that an
 early signal still stops it."""

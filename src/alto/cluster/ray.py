@@ -20,9 +20,6 @@ from alto.cluster.ray_starter import Starter
 from alto.errors import ClusterLostError, SpecError, UnsupportedError
 from alto.records import Gpu, Node
 
-__all__ = ["RayCluster", "RayNodes", "slot_resource"]
-
-
 Table = Sequence[Mapping[str, Any]]
 """The return type of ``ray.nodes()``."""
 

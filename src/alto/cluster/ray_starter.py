@@ -10,8 +10,6 @@ from alto.cluster.executor_process import ProcessShape
 from alto.cluster.local_executor import Timeouts
 from alto.cluster.machine import Machine
 
-__all__ = ["Starter"]
-
 
 class Starter:
     """Starts executors on the GPUs that Ray gave to this actor. If this process dies, they live on only to save.

@@ -8,8 +8,6 @@ import tempfile
 import weakref
 from collections.abc import Mapping
 
-__all__ = ["FOLDER", "Rendezvous", "remove_rendezvous"]
-
 FOLDER = "ALTO_RENDEZVOUS"
 """Environment variable that names the folder; :meth:`alto.executor.Ranks.join` reads it."""
 

@@ -21,16 +21,6 @@ from alto.cluster.processes import HELD_SIGNALS
 from alto.errors import RunBusyError, RunWriteError
 from alto.runs import RunDir
 
-__all__ = [
-    "IDLE_INTERVAL_S",
-    "LOCK_TIMEOUT_S",
-    "Heartbeat",
-    "Server",
-    "StopRequest",
-    "redirect_output",
-    "run_is_busy",
-]
-
 LOCK_TIMEOUT_S = 60.0
 """Longest wait for a run's lock: an executor whose controller was killed may still hold it for a while."""
 

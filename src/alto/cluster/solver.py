@@ -22,9 +22,6 @@ from alto.errors import AltoError, UnsupportedError
 from alto.records import Schedule
 from alto.scheduler import LIST_METHODS, SchedulingProblem, schedule_tasks
 
-__all__ = ["ANSWERS", "CALLS", "Answer", "Call", "GuardedSolver", "decoded", "encoded"]
-
-
 T = TypeVar("T")
 
 

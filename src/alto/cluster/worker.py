@@ -40,9 +40,6 @@ from alto.cluster.serving import (
 from alto.errors import RunWriteError
 from alto.runs import RunDir
 
-__all__ = ["GRACE_S", "RankProcesses", "main"]
-
-
 # The ranks of an executor after the first: processes that the first rank starts, watches and ends.
 #
 # The first rank is ``alto.cluster.worker``. It forks the others, in its own session, before it has touched a GPU. A

@@ -34,8 +34,6 @@ from typing import Any, ClassVar
 
 from alto.cluster.processes import HELD_SIGNALS
 
-__all__ = ["ForkedProcess", "Zygote"]
-
 READ_BY_IMPORTS = (
     "PYTHON",
     "HF_",

@@ -15,19 +15,6 @@ from torch import Tensor
 from alto.data.dataset import IGNORED, EncodedDataset, Span
 from alto.records import LabelSet, RowLabel
 
-__all__ = [
-    "BatchTotals",
-    "JobRows",
-    "PassSize",
-    "TokenBatch",
-    "collate",
-    "dummy_batch",
-    "mismatched_rows",
-    "share_rows",
-    "split_into_micro_batches",
-]
-
-
 _LEAST_SHARED = 8
 """Minimum number of shared tokens; sharing fewer costs as much as it saves."""
 

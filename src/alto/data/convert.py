@@ -25,18 +25,6 @@ from alto.errors import DataFormatError
 from alto.records import LabelSet, ProblemType, RowLabel
 from alto.spec import DataKeys
 
-__all__ = [
-    "LabelError",
-    "LabelReader",
-    "find_labels",
-    "label_of",
-    "to_conversation",
-    "to_labelled",
-    "to_labelled_text",
-    "to_pair",
-]
-
-
 _NEEDED_LABELS = 2
 
 

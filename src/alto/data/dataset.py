@@ -21,28 +21,6 @@ from alto.base import write_error
 from alto.data.rows import BadRows, Chain, LazySequence, View
 from alto.records import LabelSet, RowLabel
 
-__all__ = [
-    "IGNORED",
-    "MEMORY",
-    "VIEWS",
-    "DiskStore",
-    "EncodedDataset",
-    "EncodedRows",
-    "HeadStore",
-    "MemoryWriter",
-    "RowCounts",
-    "RowStore",
-    "RowWriter",
-    "Span",
-    "Unread",
-    "close_abandoned",
-    "digest_of",
-    "joined",
-    "running_digests",
-    "writing_cache",
-]
-
-
 _REMEDY = (
     "free disk space, name a folder on another disk with the environment variable ALTO_CACHE, or keep the data in "
     "memory with token_cache: memory"

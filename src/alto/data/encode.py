@@ -17,19 +17,6 @@ from alto.data.template import ChatTemplate, TurnTexts, given_keys, without_key
 from alto.errors import DataError
 from alto.spec import TOOLS_TEMPLATE, TrainOn
 
-__all__ = [
-    "EncodedRow",
-    "Encoder",
-    "TextTokenizer",
-    "Tokens",
-    "Wanted",
-    "closing_text",
-    "encode_conversation",
-    "encode_prompt",
-    "num_shared",
-    "tools_remedy",
-]
-
 
 class Wanted(NamedTuple):
     """A text to be tokenised.

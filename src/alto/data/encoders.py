@@ -17,8 +17,6 @@ from alto.errors import DataError
 from alto.records import LabelSet, ModelLimits
 from alto.spec import OnBadRow, TrainOn
 
-__all__ = ["encode_dataset", "encode_labelled_texts", "encode_pairs", "ids_and_targets"]
-
 
 def encode_dataset(
     conversations: Sequence[Conversation],

@@ -19,9 +19,6 @@ from alto.data.dataset import MEMORY, RowStore
 from alto.data.rows import FaultKind, LazySequence, RawRow, RowFault, listed, quoted
 from alto.errors import DataError, DataFileNotFoundError, DataFormatError, UnsupportedError
 
-__all__ = ["FILE_ENDINGS", "HubRows", "load_hub_dataset", "parquet_rows", "read_file", "unpacked_bytes"]
-
-
 # Parquet files and datasets of the Hugging Face hub: the one place where ``datasets`` and ``pyarrow`` are used.
 #
 # Rows of the hub stay in Arrow's memory-mapped files until they are read, so drawing a few rows of a large dataset is

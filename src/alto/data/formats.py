@@ -38,8 +38,6 @@ from dataclasses import dataclass
 from alto.data.rows import FaultKind, RawRow, RowFault, listed, quoted
 from alto.errors import DataFormatError
 
-__all__ = ["Layout", "find_layout"]
-
 _NAMED_FORMS = ("raw_prompt_completion", "raw_preference")
 """Forms that are never recognised, because their columns are those of another form."""
 

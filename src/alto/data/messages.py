@@ -15,23 +15,6 @@ from typing import Any, Protocol, SupportsIndex, TypeAlias, overload
 from alto.data.rows import FaultKind, RowError
 from alto.records import RowLabel
 
-__all__ = [
-    "REASONING_KEYS",
-    "Conversation",
-    "ConversationWithTools",
-    "LabelledConversation",
-    "LabelledText",
-    "Message",
-    "Pair",
-    "Row",
-    "place_of",
-    "read_message",
-    "read_template_options",
-    "read_tools",
-    "unpaired",
-]
-
-
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message that may hold its reasoning; transformers also gives each to the template under the first name."""
 

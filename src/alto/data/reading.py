@@ -28,15 +28,6 @@ from alto.errors import DataError, DataFormatError
 from alto.records import LabelSet
 from alto.spec import DataKeys, Task, TrainOn, find_method, learns_from_pairs
 
-__all__ = [
-    "DEFAULT_VALIDATION_SHARE",
-    "ConvertedRows",
-    "HeldoutRows",
-    "TaskSources",
-    "convert_rows",
-    "read_heldout_rows",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertedRows:

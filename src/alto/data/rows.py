@@ -16,26 +16,6 @@ from alto.errors import BadRowsError, DataError, DataFormatError, ModelError
 from alto.records import ModelLimits
 from alto.spec import OnBadRow
 
-__all__ = [
-    "LIST_LENGTH",
-    "BadRows",
-    "Chain",
-    "ConversationError",
-    "FaultKind",
-    "FaultList",
-    "LazySequence",
-    "RawRow",
-    "RowError",
-    "RowFault",
-    "RowLimit",
-    "View",
-    "check_token_ids",
-    "listed",
-    "quoted",
-    "row_limit",
-]
-
-
 _MAX_NAMES = 12
 
 _repr = reprlib.Repr()

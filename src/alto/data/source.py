@@ -27,25 +27,6 @@ from alto.errors import DataError, DataFileNotFoundError, UnsupportedError
 from alto.spec import DataKeys, RowFormName
 from alto.version import version_of
 
-__all__ = [
-    "PRESETS",
-    "DataOrder",
-    "Preset",
-    "Source",
-    "Splits",
-    "carve_rows",
-    "changed",
-    "code_digest",
-    "digest_of_json",
-    "file_digest",
-    "find_preset",
-    "nearest_preset",
-    "open_source",
-    "sample_rows",
-    "split_rows",
-    "tokenizer_digest",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preset:

@@ -20,20 +20,6 @@ from alto.data.rows import RowLimit, listed, quoted
 from alto.data.template import PARALLEL_CALLS
 from alto.errors import DataError
 
-__all__ = [
-    "SPLITS",
-    "EvaluationSplit",
-    "MixtureOrder",
-    "TaskData",
-    "encoding_notes",
-    "mixture_counts",
-    "mixture_notes",
-    "reading_notes",
-    "test_notes",
-    "tokenizer_notes",
-    "unread_notes",
-]
-
 
 def mixture_counts(num_rows: int, shares: Sequence[float]) -> list[int]:
     """Return the number of rows of every source in an epoch: its share of ``num_rows``.

@@ -51,19 +51,6 @@ from alto.errors import RunWriteError, UnsupportedError
 from alto.records import DataPreview, LabelSet, ModelLimits, PreviewExample, Segments
 from alto.spec import DataKeys, OnBadRow, Task, TrainOn, find_method, learns_from_pairs
 
-__all__ = [
-    "LARGE_BYTES",
-    "SLOW_BYTES",
-    "NewWriter",
-    "ReadRows",
-    "TaskRows",
-    "encode_rows",
-    "num_known",
-    "preview_rows",
-    "read_task_rows",
-]
-
-
 _DIGEST_BYTES = 16
 
 

@@ -17,17 +17,6 @@ from jinja2.visitor import NodeTransformer
 from alto.data.messages import Conversation, ConversationWithTools, Message
 from alto.data.rows import ConversationError
 
-__all__ = [
-    "PARALLEL_CALLS",
-    "Beginnings",
-    "ChatTemplate",
-    "TurnTexts",
-    "given_keys",
-    "record_beginnings",
-    "without_key",
-]
-
-
 # Finds the texts of all beginnings of a conversation in one rendering of its chat template.
 #
 # If a template writes message after message, its text of the first ``n`` messages is a prefix of its text of all. The

@@ -44,9 +44,6 @@ from alto.data.task_data import SPLITS, TaskData
 from alto.errors import RunWriteError
 from alto.runs import sync_folder
 
-__all__ = ["Encode", "FileFacts", "TokenCache", "TokenWriter", "check_files", "open_rows"]
-
-
 _IDS, _TRAINED, _ROWS = "ids.bin", "trained.bin", "rows.bin"
 _ID_TYPE, _MASK_TYPE, _ROW_TYPE = np.dtype("<u4"), np.dtype("u1"), np.dtype("<i8")
 

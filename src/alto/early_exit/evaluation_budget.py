@@ -13,17 +13,6 @@ from typing import Any, Self
 from alto.records import Rung
 from alto.spec import EarlyExit, places_at, rung_step
 
-__all__ = [
-    "FEW_JOBS",
-    "LEAST_PAIRS",
-    "LEAST_ROWS",
-    "LEAST_ROWS_OF_FEW",
-    "LEAST_ROWS_OF_MANY",
-    "MOST_MEASURED",
-    "SHARE_AT_END",
-    "budgeted",
-]
-
 # Source of the numbers below: replays on the recorded sweeps (benchmarks/policies/times.py).
 
 SHARE_AT_END = 0.4

@@ -29,18 +29,6 @@ from alto.runs.events import (
 )
 from alto.spec import EarlyExit, loss_scale, score_of
 
-__all__ = [
-    "Curves",
-    "Disagreement",
-    "audit",
-    "curves_of",
-    "exits_of",
-    "loss_of",
-    "selection_of",
-    "start_of",
-    "start_values",
-]
-
 
 @dataclass(slots=True)
 class Curves:

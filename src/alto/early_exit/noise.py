@@ -14,23 +14,6 @@ from alto.records import FinalistScore, Judgement, LossPoint, Standing, StartVal
 from alto.records.evaluation import student_quantile
 from alto.spec import LEAST_SCORE
 
-__all__ = [
-    "Repeated",
-    "Scored",
-    "choose",
-    "evaluation_order",
-    "interval_of",
-    "is_better",
-    "is_within_noise",
-    "leading_group",
-    "mean_loss",
-    "on_one_scale",
-    "on_scale_of",
-    "ordered",
-    "ranked_configurations",
-    "scores_of",
-]
-
 
 class Scored(Protocol):
     """An object with a score: an evaluation, or a job's state at a rung; see :class:`alto.records.LossPoint`."""

@@ -10,20 +10,6 @@ from typing import ClassVar
 from alto.records import ExitDecision, ExitReason, LossPoint
 from alto.spec import DivergenceSettings, GapSettings, Rule, UpturnSettings
 
-__all__ = [
-    "Divergence",
-    "Evidence",
-    "OverfittingGap",
-    "OverfittingUpturn",
-    "judge_point",
-    "judge_step_loss",
-    "magnitude",
-    "slope",
-    "validation_noise",
-    "verdict_in_a_row",
-]
-
-
 # With a loss below a thousandth of a nat, a model is certain of every token, or of the preferred reply of every pair,
 # and ratios of losses have no meaning.
 SMALLEST_LOSS = 1e-3

@@ -14,9 +14,6 @@ from alto.errors import UnsupportedError
 from alto.records import ExitDecision, ExitReason, LossPoint, Rung, RungResult, Standing
 from alto.spec import RULES, EarlyExit, Rule, places_at
 
-__all__ = ["Policy", "policy_from", "select"]
-
-
 CLEAR_ERRORS, CLEAR_SHARE = 3.0, 0.05
 """Number of standard errors, and share of the first one's improvement, by which a clear loser is behind."""
 

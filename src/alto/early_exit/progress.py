@@ -11,9 +11,6 @@ from alto.errors import SpecError
 from alto.records import LossPoint, Rung, StartValue
 from alto.spec import EARLIEST_IN_WARMUP, LEAST_SCORE, ceil_share, rung_step
 
-__all__ = ["evaluation_steps", "point_at_share", "rung_notes"]
-
-
 # An evaluation counts as at the rung if it is closer than this, relative to the distance of the two around the rung.
 _EXACT = 1e-9
 

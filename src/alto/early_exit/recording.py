@@ -19,8 +19,6 @@ from alto.records import SplitLoss, StartValue
 from alto.runs.events import JobDescription, JournalEntry
 from alto.spec import JOB_FIELDS, JobConfig
 
-__all__ = ["RecordedJob", "Recording"]
-
 FORMAT = "alto-recording"
 VERSION = 1
 _MAX_BYTES = 1024**3

@@ -12,8 +12,6 @@ from alto.early_exit.selection import Selection
 from alto.records import JobResult
 from alto.spec import loss_scale
 
-__all__ = ["ReplayResult", "replay"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayResult:

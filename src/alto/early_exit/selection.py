@@ -16,8 +16,6 @@ from alto.errors import RunError
 from alto.records import ExitDecision, FinalistScore, LossPoint, Rung, RungResult, Standing, StartValue
 from alto.spec import rung_step
 
-__all__ = ["Selection"]
-
 UNBEATABLE = sys.float_info.max  # above every score
 
 

@@ -11,8 +11,6 @@ from alto.errors import SpecError
 from alto.records import ExitDecision, ExitReason, FinalistScore, LossPoint, Rung, Standing, StartValue
 from alto.spec import rung_step
 
-__all__ = ["ENDS_COMPETING", "Ema", "JobTrack", "ema_of"]
-
 
 @dataclass(slots=True)
 class Ema:

@@ -20,8 +20,6 @@ from alto.runs.events import QueueResumed, QueueStarted
 from alto.scheduler.queue import Queue, QueueSettings, TaskState
 from alto.spec import Task
 
-__all__ = ["ControlPlane", "OrderState", "RunOrder", "checked_task", "opened_control_plane"]
-
 MAX_PLANNED = 32
 """When more runs than this wait, each plan covers only the runs that start now, so that GPUs do not wait for a
 solver."""

@@ -45,8 +45,6 @@ from alto.spec import BaseObjects, EarlyExit, Task
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
-__all__ = ["Engine"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:

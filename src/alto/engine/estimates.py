@@ -27,17 +27,6 @@ from alto.scheduler import schedule_tasks
 from alto.scheduler.queue import Queue, QueueSettings
 from alto.spec import Task
 
-__all__ = [
-    "UNKNOWN_DURATION_S",
-    "Measurement",
-    "base_key",
-    "estimate_of",
-    "known_estimate",
-    "remember_duration",
-    "remember_estimate",
-]
-
-
 UNKNOWN_DURATION_S = 3600.0
 """Estimated duration of a task that is submitted to a running queue without a cached measurement; updated from the
 task's own speed once it trains."""

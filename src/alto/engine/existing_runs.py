@@ -30,16 +30,6 @@ from alto.runs import (
 from alto.runs.events import TaskStarted, decode
 from alto.spec import JOB_FIELDS, BaseModelSpec, BaseObjects, Refit, Task, find_method, quantisation_keys, read_run_task
 
-__all__ = [
-    "check_refitted",
-    "check_trained_on",
-    "evaluate_adapters",
-    "is_finished",
-    "packed_as",
-    "refit_folder",
-    "refit_task",
-]
-
 
 def check_trained_on(run_dirs: Sequence[Path], base: BaseModelSpec) -> None:
     """Check that the adapters of ``run_dirs`` were trained on ``base``.

@@ -18,8 +18,6 @@ from alto.lora import SavedAdapter, read_saved_adapter
 from alto.runs import RunDir, load_run_task, read_history
 from alto.spec import BaseModelSpec, Task, default_name, labels_beside
 
-__all__ = ["find_winner"]
-
 
 def find_winner(
     target: Path, *, job: str | None, base: str | None, trust_remote_code: bool, needs_rows: bool

@@ -14,9 +14,6 @@ from alto.results import TaskResult
 from alto.runs import Observer
 from alto.spec import Task
 
-__all__ = ["STRATEGIES", "check_num_gpus", "is_launched", "show_result", "shown"]
-
-
 STRATEGIES = ("adapter_parallel", "single")
 
 

@@ -35,8 +35,6 @@ from alto.scheduler.queue import Queue, QueueSettings
 from alto.spec import Task
 from alto.trackers import chosen_trackers
 
-__all__ = ["LaunchedRunner"]
-
 MAX_ATTEMPTS = 3
 """A rank that is killed, hangs, or runs out of memory ends all ranks. They are restarted until this many attempts in a
 row have made no progress."""

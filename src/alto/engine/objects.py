@@ -14,8 +14,6 @@ from alto.base import quoted
 from alto.errors import SpecError, UnsupportedError
 from alto.spec import BaseObjects, Task, with_base_objects
 
-__all__ = ["IN_A_QUEUE", "borrowing", "check_has_id", "given_objects"]
-
 IN_A_QUEUE = "a queue, whose tasks run in separate processes"
 
 

@@ -19,8 +19,6 @@ from alto.records import Node, Schedule, TaskEstimate
 from alto.scheduler import METHODS, SchedulingProblem, TaskDemand
 from alto.spec import Task
 
-__all__ = ["QueueSetup", "check_method", "first_as_given", "first_schedule", "replanning", "unique_names"]
-
 SOLVE_S = 10.0
 """Time limit of the solver for the first schedule."""
 REPLAN_S = 1.0

@@ -36,8 +36,6 @@ from alto.scheduler import METHODS
 from alto.scheduler.queue import Queue, QueueSettings
 from alto.spec import Task
 
-__all__ = ["QueueRunner"]
-
 LOCAL = "local"
 
 

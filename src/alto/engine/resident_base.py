@@ -14,8 +14,6 @@ from alto.executor import Ranks, load_base
 from alto.lora import eject
 from alto.spec import BaseModelSpec
 
-__all__ = ["ResidentBase"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Loaded:

@@ -70,8 +70,6 @@ from alto.search import check_installed
 from alto.spec import BaseObjects, MixtureSource, Task, quantisation_keys, read_run_task
 from alto.trackers import Tracker, chosen_trackers, tracking
 
-__all__ = ["OpenRun", "TaskRunner", "portable"]
-
 _UNKNOWN_BASE = (
     "The journal of the run does not record its base model, because version 0.1 wrote it; {model} is assumed to be "
     "unchanged since."

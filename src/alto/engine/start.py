@@ -29,17 +29,6 @@ from alto.objectives import find_objective
 from alto.records import DataPreview
 from alto.spec import PEFT_DEFAULT, Axis, Task, auto_space, find_method, targeted_modules, usual_learning_rate
 
-__all__ = [
-    "preview_data",
-    "preview_task",
-    "read_start",
-    "with_model_notes",
-    "with_start",
-    "with_targets",
-    "with_usual_rate",
-]
-
-
 _TARGETS = "target_modules"
 
 

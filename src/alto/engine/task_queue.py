@@ -34,8 +34,6 @@ from alto.runs import (
 from alto.runs.events import QueueCompleted
 from alto.spec import Task
 
-__all__ = ["TaskQueue", "past_of_finished", "queue_results", "write_report_of"]
-
 
 def queue_results(queue_dir: QueueDir) -> list[TaskResult]:
     """Return the results of the tasks that have one, in the order of submission.

@@ -28,8 +28,6 @@ from alto.runs.events import (
 if TYPE_CHECKING:
     from transformers import TrainerCallback
 
-__all__ = ["CallbackObserver", "observers_of"]
-
 SUPPORTED = ("on_train_begin", "on_log", "on_evaluate", "on_save", "on_train_end")
 """Callback methods that ALTO calls."""
 

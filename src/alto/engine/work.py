@@ -20,8 +20,6 @@ from alto.runs import Journal, JournalEntry, RunDir, load_run_task
 from alto.runs.events import MeasuringBegun
 from alto.scheduler import task_weights
 
-__all__ = ["PLAN", "PLAN_ANEW", "PLAN_FILE", "TRAIN", "Planning", "PlanningAnew", "Training"]
-
 TRAIN = "alto.engine.work:Training"
 PLAN = "alto.engine.work:Planning"
 PLAN_ANEW = "alto.engine.work:PlanningAnew"

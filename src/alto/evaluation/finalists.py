@@ -21,8 +21,6 @@ from alto.lora import ServedAdapters, read_saved_adapter
 from alto.records import Judgement
 from alto.spec import Scoring
 
-__all__ = ["EVAL_ACCURACY", "FinalistJudge", "WrittenAnswers", "usable_rows"]
-
 
 class WrittenAnswers:
     """A scorer that lets each adapter generate one greedy answer to each row, and scores the texts.

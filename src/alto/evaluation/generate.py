@@ -25,19 +25,6 @@ from alto.data import Conversation, LabelledText, Message, Pair, encode_prompt
 from alto.errors import DataError, DeviceMemoryError
 from alto.lora import ServedAdapters
 
-__all__ = [
-    "Prompt",
-    "cache_argument",
-    "check_prompts",
-    "complete",
-    "end_tokens",
-    "max_positions",
-    "prompt_of",
-    "prompts_of",
-    "reply_text",
-    "roomy_cache",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:

@@ -33,19 +33,6 @@ from alto.objectives.base import run_sums
 from alto.objectives.labelled import label_f1
 from alto.records import LabelSet
 
-__all__ = [
-    "MAX_OPTIONS",
-    "Choices",
-    "check_finite",
-    "head_logits",
-    "heldout_losses",
-    "label_metrics",
-    "micro_batches",
-    "options_of",
-    "reply_log_probs",
-    "sequence_log_probs",
-]
-
 
 def heldout_losses(
     backbone: Backbone,

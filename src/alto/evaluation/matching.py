@@ -17,8 +17,6 @@ from alto.errors import DataError
 from alto.evaluation.scorers import Answer, OnTurn, final_number
 from alto.spec import Scoring
 
-__all__ = ["Matching", "check_keys", "matching_of", "tool_calls_in"]
-
 _NUMBER = re.compile(
     r"((?:(?<![\w.)\]])[-+])?)"  # a sign after a word, a number or a bracket is an operator
     r"[$€£¥]?"

@@ -27,8 +27,6 @@ from alto.objectives.pairs import preference_metrics
 from alto.records import AdapterEvaluation, Evaluation, EvaluationResult, Prediction
 from alto.spec import LOAD_IN_4BIT, BaseModelSpec, Scoring, quantisation_keys
 
-__all__ = ["OnProgress", "measure", "predictions_of"]
-
 
 def predictions_of(
     prompts: Sequence[Prompt], texts: Sequence[Sequence[int]], tokenizer: Any, *, weights: str, scorer: Scorer | None

@@ -11,8 +11,6 @@ from alto.base import read_json, replace_file
 from alto.errors import RunError, RunWriteError
 from alto.records import Evaluation
 
-__all__ = ["add_evaluation", "check_metrics"]
-
 _KEY = "evaluations"
 
 

@@ -32,8 +32,6 @@ from alto.lora import (
 )
 from alto.records import AdapterCheck, LabelSet
 
-__all__ = ["PeftCheck"]
-
 _NUM_TOKENS = 16
 _TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 """Tolerances of the relative difference of logits, in norm.

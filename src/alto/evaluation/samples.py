@@ -19,8 +19,6 @@ from alto.evaluation.target import loaded_adapters
 from alto.lora import read_saved_adapter
 from alto.records import Sample, Samples
 
-__all__ = ["Sampler"]
-
 
 class Sampler:
     """A sampler that lets the base model and several adapters continue the same prompts.

@@ -12,22 +12,6 @@ from typing import Generic, Protocol, TypeVar
 from alto.data import Conversation
 from alto.errors import AltoError
 
-__all__ = [
-    "Answer",
-    "Guard",
-    "OnTurn",
-    "Scorer",
-    "ScorerFailedError",
-    "TooLateError",
-    "failure_text",
-    "final_answer",
-    "final_number",
-    "pause",
-    "reply_position",
-    "within",
-]
-
-
 OnTurn = Callable[[], None]
 """A callback that is called regularly; an exception that it raises ends the scoring."""
 

@@ -31,9 +31,6 @@ from alto.evaluation.scorers import (
 )
 from alto.spec import Scoring
 
-__all__ = ["HttpScorer", "PythonScorer", "check_key_names", "check_references", "needed_of", "scorable", "scorer_of"]
-
-
 # Scoring of answers by a server, for example one that asks a language model.
 #
 # Error messages are written here, not by the server or the HTTP library, so that they never contain secrets from the

@@ -10,8 +10,6 @@ from alto.errors import SpecError
 from alto.records import GenerationBackend, Metric
 from alto.spec import Scoring, parse_metric
 
-__all__ = ["EvaluationSettings"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationSettings:

@@ -15,17 +15,6 @@ from alto.records import LabelSet
 from alto.runs import RunDir, load_run_task, read_history
 from alto.spec import LABELS_NAME, TEMPLATE_NAME, BaseModelSpec, Task, labels_beside
 
-__all__ = [
-    "BASE",
-    "EvaluationTarget",
-    "adapter_folder",
-    "best_of_jobs",
-    "chat_template_beside",
-    "find_target",
-    "loaded_adapters",
-]
-
-
 BASE = "base"
 """Name of the base model without an adapter in results."""
 

@@ -11,8 +11,6 @@ from alto.errors import DataError, UnsupportedError
 from alto.lora import SavedAdapter, is_read_per_expert, vllm_obstacle, vllm_rank, write_per_expert
 from alto.spec import QUANTISATION_KEYS, BaseModelSpec
 
-__all__ = ["complete_with_vllm"]
-
 _MAX_LORAS = 8
 """Maximum number of adapters on the GPU at a time; the others wait in host memory."""
 

@@ -23,8 +23,6 @@ from alto.kernels import upload
 from alto.lora import AdapterBank, ForwardContext
 from alto.objectives import Learners, job_losses, run_sums, token_losses
 
-__all__ = ["Divergences", "RouterBalance"]
-
 
 class Divergences:
     """Estimates the divergence of jobs from their reference: the frozen base model, or the adapter that the jobs of a

@@ -16,8 +16,6 @@ from alto.base import cache_home, read_json, replace_file
 from alto.spec import is_object_name
 from alto.version import version_of
 
-__all__ = ["Kind", "discard", "load", "name_of", "revise", "save", "versions", "weights_of"]
-
 Kind: TypeAlias = Literal["profiles", "estimates", "references"]
 """Kinds of entries, each in its own folder: profiles of steps, estimates of tasks, reference log-probs."""
 

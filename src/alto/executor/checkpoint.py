@@ -28,8 +28,6 @@ from alto.base import open_regular, read_json, writing
 from alto.lora import AdapterWeights, OptimizerState, read_adapter
 from alto.runs import RunDir, sync_folder
 
-__all__ = ["Kind", "StateStore", "read_state", "write_state"]
-
 Kind: TypeAlias = Literal["best", "last"]
 KINDS: tuple[Kind, ...] = ("best", "last")
 

@@ -17,9 +17,6 @@ from alto.executor.slot_manager import TaskState
 from alto.records import AdapterCheck, ExitReason, Judgement, LossPoint, RungResult, Samples, Standing
 from alto.runs import RunDir
 
-__all__ = ["Check", "Hooks", "Judge", "TextGenerator", "conclude", "hold_rung"]
-
-
 Check: TypeAlias = Callable[[Path], AdapterCheck]
 """A check that PEFT loads an adapter (its folder) as it was trained."""
 

@@ -25,8 +25,6 @@ from alto.objectives import Objective, find_objective
 from alto.runs.events import ReferenceFact
 from alto.spec import LOSS, BaseModelSpec, EarlyExit, Job, Task
 
-__all__ = ["TaskContext"]
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TaskContext:

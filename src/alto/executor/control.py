@@ -16,8 +16,6 @@ from alto.records import ExitDecision, ExitReason
 from alto.runs import Action, Answer, Command, Event, Mailbox
 from alto.runs.events import CommandRefused, JobAdded, JobExited, JobReopened
 
-__all__ = ["Control"]
-
 
 class Control:
     """Carries out the commands in a run's mailbox. Built by :meth:`build`.

@@ -15,8 +15,6 @@ from alto.executor.tally import Evaluated
 from alto.records import LossPoint, StartValue
 from alto.spec import LOSS, ObjectiveSettings, Task, score_of
 
-__all__ = ["evaluate_base", "evaluate_jobs", "finish_jobs", "measure_best"]
-
 
 def evaluate_base(state: TaskState, recorder: JournalRecorder) -> None:
     """Evaluate the starting point of the jobs once and record it as the start value of every job.

@@ -16,8 +16,6 @@ from alto.executor.session import TaskSession
 from alto.executor.shared_bank import SharedBank
 from alto.scheduler import TokenShares, slot_shares
 
-__all__ = ["Executor", "run_alone"]
-
 P = ParamSpec("P")
 
 

@@ -17,8 +17,6 @@ from alto.records import ExitDecision, ExitReason, LossPoint, RungResult, Throug
 from alto.search import Need, TimeSpent, Trial, beyond_budget, forks_of, next_configuration
 from alto.spec import JOB_ALIASES, JOB_FIELDS, LOSS, Job, JobConfig, Sampled, Task, canonical_keys, find_method
 
-__all__ = ["EXPLORING_SHARE", "Exploration", "clone_job", "describe_changes", "next_id"]
-
 
 def clone_job(origin: Job, changes: Mapping[str, Any], others: Collection[JobState], *, warm: bool, task: Task) -> Job:
     """Return a new job with the configuration of ``origin`` and ``changes`` to it.

@@ -18,9 +18,6 @@ from alto.kernels import DropoutKey, NoiseKey, TokenNoise, TokenSchedule
 from alto.lora import ForwardContext, adapter_scale
 from alto.scheduler import RankSlots
 
-__all__ = ["JobBatch", "PreparedStep", "RankShare", "schedule_of", "slot_of", "training_pass"]
-
-
 # The batches and schedules of the next step's micro-batches, made on the host while the device computes the present
 # step.
 

@@ -15,8 +15,6 @@ from alto.runs import RunDir
 from alto.scheduler import JobDemand, LastJob, ResidentLimits, forecast_last_jobs, plan_residents
 from alto.spec import LOSS, loss_scale, places_at
 
-__all__ = ["Admission", "GpuOffers", "JobLifecycle", "start_like_others"]
-
 
 class JobLifecycle:
     """Admits, parks, ends, reopens, adds and saves jobs.

@@ -11,9 +11,6 @@ from alto.backbone import is_out_of_memory, release_memory
 from alto.data import JobRows, PassSize, split_into_micro_batches
 from alto.errors import DeviceMemoryError
 
-__all__ = ["MemoryEvent", "MicroBatches", "NoMemoryError", "OnMemoryEvent", "Phase", "RowTooLargeError", "watching"]
-
-
 Phase: TypeAlias = Literal["forward", "backward", "update", "evaluation", "bank"]
 
 

@@ -18,21 +18,6 @@ from alto.lora import AdapterShape, AdapterWeights, adapter_shape, check_optimiz
 from alto.search import population_rungs
 from alto.spec import LOSS, SHAPE_FIELDS, Job, JobConfig, Task, ceil_share, learns_from_pairs, rung_step
 
-__all__ = [
-    "USUAL_FORWARD_SHARE",
-    "JobState",
-    "PlannedJob",
-    "budget_evaluations",
-    "initial_states",
-    "may_fit_rungs",
-    "plan_job",
-    "plan_jobs",
-    "resolve_early_exit",
-    "resolve_rungs",
-    "trains_router_loss",
-]
-
-
 USUAL_FORWARD_SHARE = 0.45
 """Time to evaluate a token divided by the time to train it, used if it is not measured. Source: two CPU cores,
 SmolLM2-135M."""

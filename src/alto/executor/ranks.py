@@ -27,8 +27,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from alto.errors import RankConnectionError
 
-__all__ = ["Ranks"]
-
 T = TypeVar("T")
 
 TIMEOUT = timedelta(hours=1)

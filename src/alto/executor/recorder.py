@@ -47,8 +47,6 @@ from alto.runs.events import (
 from alto.scheduler import LastJobsForecast, ReceivedShare
 from alto.spec import LOSS
 
-__all__ = ["JournalRecorder", "describe_job"]
-
 
 class JournalRecorder:
     """Writes events into the journal.

@@ -31,22 +31,6 @@ from alto.runs.events import (
 from alto.runs.events.codec import WIRE_NAMES, event_from
 from alto.spec import QUANTISATION_KEYS, EarlyExit, JobConfig, Refit, Task
 
-__all__ = [
-    "ResumeState",
-    "check_base",
-    "check_data",
-    "check_jobs",
-    "check_precision",
-    "check_start",
-    "data_fingerprint",
-    "data_fingerprints",
-    "note_refusal",
-    "read_refusal",
-    "recover",
-    "refit_fact",
-    "refusal_event",
-]
-
 _REFUSAL_FILE = "oom.json"
 
 _ENVELOPE = ("seq", "time", "event")

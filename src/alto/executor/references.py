@@ -24,8 +24,6 @@ COLUMNS = 4
 """Numbers for every pair: the log-probs of both replies, and for each reply the part that comes from tokens beyond the
 length of the shorter reply."""
 
-__all__ = ["References", "find_references"]
-
 PART_ROWS = 2048
 """Pairs that are computed and saved together. A later run does not recompute the parts that an interrupted run has
 saved."""

@@ -27,8 +27,6 @@ from alto.runs import Command, Journal, Mailbox
 from alto.scheduler import ReceivedShare
 from alto.search import TimeSpent
 
-__all__ = ["TaskSession"]
-
 # Saving takes at most this share of the time, for adapters of any size.
 MAX_SAVING_SHARE = 0.05
 

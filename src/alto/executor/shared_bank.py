@@ -34,9 +34,6 @@ from alto.lora import (
 )
 from alto.spec import AdapterDtype, OptimizerName
 
-__all__ = ["BankMember", "BankSize", "SharedBank", "build_trainer", "state_dtype_of", "working_dtype_on"]
-
-
 # Builds a trainer. This is the only place where a bank is made and injected into a base model, for training and for
 # profiling.
 

@@ -22,8 +22,6 @@ from alto.executor.trainer import Trainer
 from alto.lora import AdapterWeights, ModuleNames, read_adapter, write_adapter
 from alto.runs import RunDir
 
-__all__ = ["SlotManager", "TaskState"]
-
 
 class SlotManager:
     """Moves the jobs of one task between the slots of the bank and their folders.

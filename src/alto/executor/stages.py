@@ -50,19 +50,6 @@ from alto.runs.events import (
 from alto.spec import LOAD_IN_4BIT, BaseModelSpec, Job, JobConfig, Task, loss_scale, metric_notes, plain
 from alto.version import version_of
 
-__all__ = [
-    "RunStart",
-    "begin_task",
-    "build_state",
-    "check_resumable",
-    "compile_notes",
-    "load_base",
-    "max_tokens_per_pass",
-    "model_notes",
-    "state_before_training",
-    "with_references",
-]
-
 
 def model_notes(model: PreTrainedModel, configs: Sequence[JobConfig], method: str) -> tuple[str, ...]:
     """Return notes about the base model: parts that the jobs do not train, ranks larger than a module's smaller side,

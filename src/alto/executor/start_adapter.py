@@ -18,8 +18,6 @@ from alto.lora.peft_format import CONFIG_FILE, WEIGHTS_FILE
 from alto.runs.events import StartFact
 from alto.spec import JobConfig
 
-__all__ = ["StartAdapter", "Within", "beginning_with"]
-
 Within: TypeAlias = Callable[[int], AbstractContextManager[None]]
 """A context for a forward pass of the given number of tokens; inside, the pass computes with the adapter that jobs
 begin with."""

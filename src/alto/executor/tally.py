@@ -15,8 +15,6 @@ from alto.objectives import DerivedMetrics, Terms
 from alto.records import LabelSet
 from alto.spec import source_metric
 
-__all__ = ["Derivation", "Evaluated", "Stopwatch", "Tally"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluated:

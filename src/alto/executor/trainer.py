@@ -39,8 +39,6 @@ from alto.lora import (
 from alto.objectives import Learners, job_losses, micro_batch_terms, terms_of, token_losses
 from alto.spec import JobConfig
 
-__all__ = ["Trainer"]
-
 
 class Trainer:
     """Trains the jobs in its slots; makes no decisions. Built by :func:`alto.executor.shared_bank.build_trainer`.

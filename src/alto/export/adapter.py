@@ -19,8 +19,6 @@ from alto.records import JobResult, TaskOutcome
 from alto.runs import sync_folder
 from alto.spec import LABELS_NAME, LOSS, TEMPLATE_NAME, is_object_name
 
-__all__ = ["METRICS_NAME", "export_best", "is_outdated"]
-
 METRICS_NAME = "metrics.json"
 
 

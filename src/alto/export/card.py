@@ -11,8 +11,6 @@ from typing import Any, Literal
 from alto.records import LabelSet
 from alto.spec import TEMPLATE_NAME, is_object_name
 
-__all__ = ["ModelUse", "adapter_tags", "card_header", "with_code", "without_header"]
-
 TokenizerPlace = Literal["base", "base_with_template", "folder"]
 
 _LIMIT = "---\n"

@@ -11,8 +11,6 @@ from alto.runs.events import RungScored
 from alto.runs.lead import ConfigurationHistory, lead_of_winner, repeated_configurations
 from alto.spec import LOSS, loss_scale
 
-__all__ = ["choice_notes"]
-
 _MAX_NAMES = 3
 
 

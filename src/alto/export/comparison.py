@@ -30,8 +30,6 @@ from alto.export.wording import (
 )
 from alto.runs import RunHistory, read_history
 
-__all__ = ["comparison_table", "write_comparison"]
-
 _ROLES = ("first", "second")
 """The role of each run's curve, which decides its colour."""
 

@@ -19,23 +19,6 @@ from alto.export.wording import describe_rung, format_count, format_duration, fo
 from alto.runs import JobHistory, RunHistory
 from alto.spec import source_of
 
-__all__ = [
-    "TRAINING_LOSS",
-    "VALIDATION_LOSS",
-    "CurveFigure",
-    "OccupancyFigure",
-    "Quantity",
-    "View",
-    "choose_view",
-    "curve_data",
-    "curve_figure",
-    "metric_quantity",
-    "occupancy_figure",
-    "point_view",
-    "role_of",
-    "sorted_roles",
-]
-
 FAR = 10
 """Losses further above the lowest loss than this multiple of the scale belong to diverged jobs. The scale is the extent
 of the best curves, the lowest loss, or 1.0, whichever is the highest."""

@@ -14,8 +14,6 @@ from alto.export.pages import render_page, write_page
 from alto.export.wording import clean, format_duration
 from alto.records import Gpu, Node, Placement
 
-__all__ = ["gantt_figure", "write_gantt"]
-
 MAX_LANES = 64
 """Largest number of GPUs with a lane each; with more GPUs, there is one lane per node."""
 MAX_BARS = 4000

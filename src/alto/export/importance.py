@@ -24,16 +24,6 @@ from alto.export.wording import format_setting, tidy_config, varying_keys
 from alto.records import ExitReason, LossPoint, Rung
 from alto.runs import JobHistory, RunHistory
 
-__all__ = [
-    "MIN_JOBS",
-    "Comparison",
-    "Importance",
-    "SettingImportance",
-    "first_equal_share",
-    "importance_of_settings",
-    "point_at",
-]
-
 MIN_JOBS = 8
 """Smallest number of jobs with a finite loss; with fewer jobs, chance dominates."""
 

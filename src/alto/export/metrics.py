@@ -10,18 +10,6 @@ from alto.export.wording import clean, format_loss, format_share
 from alto.runs import JobHistory, RunHistory
 from alto.spec import source_of
 
-__all__ = [
-    "describe_metrics",
-    "describe_test",
-    "format_metric",
-    "is_share",
-    "loss_unit",
-    "metric_meaning",
-    "metric_name",
-    "short_metric",
-    "shown_metrics",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Words:

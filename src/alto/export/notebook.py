@@ -19,8 +19,6 @@ from alto.export.tables import job_table
 from alto.export.wording import describe_refit, describe_task, format_share
 from alto.runs import RunHistory
 
-__all__ = ["result_html"]
-
 _MAX_ROWS = 12
 _WIDTH, _HEIGHT = 720, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 16, 34

@@ -29,8 +29,6 @@ from alto.export.wording import (
     short_name,
 )
 
-__all__ = ["page_environment", "plotly_bundle", "render_fragment", "render_page", "timestamp", "write_page"]
-
 
 def render_page(template: str, **context: Any) -> str:
     """Render a template of :mod:`alto.export` as a page, which may include plotly's bundle."""

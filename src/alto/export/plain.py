@@ -46,9 +46,6 @@ from alto.runs import JobHistory, JournalEntry, RunHistory, events
 from alto.runs.progress import outlook
 from alto.spec import LOSS
 
-__all__ = ["PlainView", "describe_samples", "samples_text"]
-
-
 MAX_SHOWN = 5
 MAX_CHARS = 240
 """Largest number of characters shown of a text; the report has the whole text."""

@@ -22,9 +22,6 @@ from alto.export.wording import (
 from alto.records import DataPreview, MemoryProfile, PreviewExample, Schedule, Segments, TaskPlan
 from alto.runs import RunState, RunSummary
 
-__all__ = ["plan_text", "preview_text", "run_list", "schedule_text"]
-
-
 _MIB = 2**20
 
 

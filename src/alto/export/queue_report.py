@@ -14,8 +14,6 @@ from alto.export.wording import clean, describe_config, tidy_config, varying_key
 from alto.runs import Attempt, QueueHistory, RunHistory, TaskHistory, TaskStage, read_history, read_queue_history
 from alto.runs.progress import DeviceHours, device_hours, price_of_hour
 
-__all__ = ["write_queue_report"]
-
 REPORT_NAME = "report.html"
 ADVICE = "; continue with: "
 """Start of the part of a reason that says how to continue an attempt."""

@@ -20,8 +20,6 @@ from rich.text import Text
 from alto.export.wording import clean, describe_measuring, format_count_of, format_duration, format_loss, format_share
 from alto.runs import JournalEntry, QueueHistory, QueueProgress, RunStatus, TaskHistory, TaskStage, events
 
-__all__ = ["LiveQueueView", "PlainQueueView", "open_queue_view", "queue_summary", "task_list"]
-
 REFRESHES_PER_SECOND = 2
 STYLES = {
     TaskStage.WAITING: "dim",

@@ -30,9 +30,6 @@ from alto.runs.lead import lead_of_winner
 from alto.runs.progress import device_hours, exit_totals, price_of_hour, rung_costs, time_saved_s
 from alto.spec import LABELS_NAME, write_yaml
 
-__all__ = ["report_page", "winner_commands", "winner_yaml", "write_report"]
-
-
 _LEAST_VLLM_RANK = 8
 
 

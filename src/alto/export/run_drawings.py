@@ -46,18 +46,6 @@ from alto.export.wording import (
 from alto.runs import JobHistory, RunHistory
 from alto.spec import LEAST_SCORE, LOSS
 
-__all__ = [
-    "Axis",
-    "MetricSection",
-    "RunFigures",
-    "parallel_figure",
-    "rate_figure",
-    "result_axis",
-    "run_figures",
-    "setting_axis",
-]
-
-
 # Plots the learning rate against the selection metric: one point per job, at an equal share of training and at the
 # job's best.
 

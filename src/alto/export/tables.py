@@ -30,8 +30,6 @@ from alto.export.wording import (
 from alto.records import ExitReason, FinalistScore
 from alto.runs import JobHistory, RunHistory, Stage
 
-__all__ = ["JobRow", "JobTable", "explain_exit", "job_table", "run_notes"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRow:

@@ -61,9 +61,6 @@ from alto.runs.history import Pace
 from alto.runs.progress import exit_totals, next_stop, outlook
 from alto.spec import LOSS
 
-__all__ = ["GRID_LINES", "JobGrid", "LiveView", "final_summary", "open_view", "watch_run"]
-
-
 GRID_LINES = 3
 """Lines besides the rows: the headings, the rule, and the line for what does not fit."""
 

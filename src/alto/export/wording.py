@@ -17,41 +17,6 @@ from alto.runs import JobHistory, RunHistory
 from alto.runs.events import KernelsCompiled, MeasuringBegun, OutOfMemory, ProfileMeasured, RefitFact, TaskStarted
 from alto.runs.progress import Outlook
 
-__all__ = [
-    "clean",
-    "clean_lines",
-    "describe_adapter_check",
-    "describe_compiling",
-    "describe_config",
-    "describe_finalists",
-    "describe_measuring",
-    "describe_memory_event",
-    "describe_origin",
-    "describe_outlook",
-    "describe_profile",
-    "describe_refit",
-    "describe_rung",
-    "describe_rungs",
-    "describe_savings",
-    "describe_scoring",
-    "describe_task",
-    "describe_time",
-    "format_age",
-    "format_count",
-    "format_count_of",
-    "format_duration",
-    "format_hours",
-    "format_loss",
-    "format_money",
-    "format_score",
-    "format_setting",
-    "format_share",
-    "short_name",
-    "short_path",
-    "tidy_config",
-    "varying_keys",
-]
-
 # Canonical key -> name in a narrow column. The order is the order of the columns.
 SHORT_NAMES = {
     "learning_rate": "lr",

@@ -27,23 +27,6 @@ from alto.records import ExportForm, ExportResult, ForeignTool, GgufType
 from alto.runs import sync_folder
 from alto.spec import LABELS_NAME, TEMPLATE_NAME, TOOLS_TEMPLATE, chat_template_text
 
-__all__ = [
-    "ExportSettings",
-    "adapter_card",
-    "adapter_command",
-    "check_before",
-    "check_free",
-    "gguf_card",
-    "gguf_command",
-    "is_stacked",
-    "merged_card",
-    "model_command",
-    "new_folder",
-    "save_tokenizer",
-    "write_adapter_folder",
-    "write_export",
-]
-
 
 def adapter_command(winner: Winner, folder: Path, *, is_stacked: bool) -> tuple[str, tuple[str, ...]]:
     """Return the command that serves an adapter on its base model with vLLM.

@@ -20,17 +20,6 @@ from alto.errors import ModelError, UnsupportedError
 from alto.exporting.winner import Winner
 from alto.records import GgufType
 
-__all__ = [
-    "USE_CONVERTER",
-    "GgufModel",
-    "add_parameters",
-    "add_vocabulary",
-    "architecture_of",
-    "check_writable",
-    "rope_factors",
-]
-
-
 # Hyperparameters of a model in a GGUF file, under the keys of llama.cpp.
 #
 # Conventions are those of llama.cpp, ``convert_hf_to_gguf.py`` (``TextModel.set_gguf_parameters``) and ``gguf-

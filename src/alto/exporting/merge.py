@@ -17,8 +17,6 @@ from alto.backbone import classifier_of, dequantised, load_config, load_network
 from alto.errors import ModelError, UnsupportedError
 from alto.exporting.winner import Winner
 
-__all__ = ["check_mergeable", "dtype_on_disk", "merged_model"]
-
 _NUM_TOKENS = 16
 _TOLERANCE = 1e-4
 """Tolerance of the relative difference of float32 logits, in norm.

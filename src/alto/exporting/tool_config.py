@@ -22,9 +22,6 @@ from alto.records import ForeignTool
 from alto.results.best_config import reads_otherwise_in_trl, training_arguments
 from alto.spec import ALL_LINEAR, TEMPLATE_NAME, DpoSettings, JobConfig, Task, write_yaml
 
-__all__ = ["ToolFiles", "axolotl_files", "llamafactory_files", "trl_files", "write_tool_config"]
-
-
 _TRAINER = (
     *("learning_rate", "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps"),
     *("lr_scheduler_type", "lr_scheduler_kwargs", "optim", "optim_args", "weight_decay", "max_grad_norm"),

@@ -12,8 +12,6 @@ from typing import Any
 from alto.errors import UnsupportedError
 from alto.spec import Task
 
-__all__ = ["NAMED_TYPES", "Rows", "axolotl_dataset", "check_dataset", "llamafactory_info", "trl_dataset"]
-
 _BUILDERS: Mapping[str, str] = {
     ".json": "json",
     ".jsonl": "json",

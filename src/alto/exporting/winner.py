@@ -18,8 +18,6 @@ from alto.lora import HEAD, SavedAdapter
 from alto.records import LabelSet
 from alto.spec import BaseModelSpec, JobConfig, Task
 
-__all__ = ["Winner", "check_pushable", "is_hub_id", "push", "repository_fault"]
-
 
 def repository_fault(name: str) -> str:
     """Return the reason why ``name`` is not a valid repository name; empty if it is valid."""

@@ -19,9 +19,6 @@ from alto.importing.trainer import (
 )
 from alto.spec import find_method
 
-__all__ = ["ANSWERS", "MARKS", "PREFIXES", "read_axolotl"]
-
-
 PREFIXES = ("swanlab_", "comet_", "otel_", "gradio_", "trackio_")
 """Prefixes of keys for other trackers and for a chat in the browser, which have no effect alone."""
 

@@ -11,8 +11,6 @@ from alto.importing.draft import Draft, checked
 from alto.importing.sources import Source, message_form, put_sources, readable_path
 from alto.spec import Method
 
-__all__ = ["read_datasets"]
-
 _BUILDERS = ("json", "csv", "parquet", "arrow", "text")
 _OWN_PROMPT = "'### Instruction:'"
 

@@ -29,8 +29,6 @@ from alto.spec import (
     is_object_name,
 )
 
-__all__ = ["read_config_objects"]
-
 _METHODS: Mapping[str, str] = {
     "SFTConfig": "sft",
     "DPOConfig": "dpo",

@@ -13,9 +13,6 @@ from alto.base import nearest_key, quoted
 from alto.errors import SpecError
 from alto.spec import JOB_FIELDS, NOT_NEEDED_KEYS, TASK_FIELDS, UNSUPPORTED_KEYS, Method, asks_for_nothing
 
-__all__ = ["Answers", "Draft", "Note", "NoteKind", "checked"]
-
-
 _REMOVE = re.compile(r"[;.]?( [Rr]emove the key)?\.?$")
 """The end of a remedy for task files that does not apply to imported configurations."""
 

@@ -28,20 +28,6 @@ from alto.spec import (
     written,
 )
 
-__all__ = [
-    "TOOLS",
-    "ImportedFile",
-    "ImportedTask",
-    "Tool",
-    "combined",
-    "find_tool",
-    "import_file",
-    "imported_task",
-    "recognise",
-    "searched_fields",
-]
-
-
 # Combination of several configurations into one task: equal values are fixed, different ones form a paired search
 # space.
 

@@ -20,9 +20,6 @@ from alto.importing.trainer import (
 )
 from alto.spec import Method, find_method
 
-__all__ = ["MARKS", "read_datasets", "read_llamafactory"]
-
-
 _INFO = "dataset_info.json"
 _MEDIA = ("images", "videos", "audios")
 _KEYS = (

@@ -13,8 +13,6 @@ from alto.errors import UnsupportedError
 from alto.importing.draft import Draft, checked
 from alto.spec import default_name
 
-__all__ = ["Source", "message_form", "put_sources", "readable_path", "report_split"]
-
 _MAX_NAME_CHARS = 40
 
 _MESSAGE_FORMS = {("role", "content"): "messages", ("from", "value"): "sharegpt"}

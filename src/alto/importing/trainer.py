@@ -11,15 +11,6 @@ from alto.errors import SpecError
 from alto.importing.draft import Draft, checked
 from alto.spec import TRACKERS, Method, is_finite_number, is_template_text
 
-__all__ = [
-    "compares_replies_as_tool",
-    "local_model",
-    "read_template_file",
-    "read_trainer_keys",
-    "set_defaults",
-    "validation_share",
-]
-
 _EVALUATED = "every job is evaluated at equal shares of its own steps ('eval_steps: 0.05')"
 
 _SAME_OPTIMIZERS = {

@@ -19,8 +19,6 @@ from alto.importing.trainer import (
 )
 from alto.spec import KTO_LOSS_TYPES, LOSS_TYPES, NOT_NEEDED_KEYS, PEFT_DEFAULT, find_method
 
-__all__ = ["FORM", "MARKS", "read_adapter", "read_trl"]
-
 FORM = "dataset_format"
 """The task key under which the tokenisation of texts is reported; TRL has no key for it."""
 

@@ -15,8 +15,6 @@ import torch
 
 from alto.errors import SpecError, UnsupportedError
 
-__all__ = ["choose_backend", "layer_functions_on"]
-
 _MODULES = {"reference": "reference", "torch": "torch_backend", "triton": "triton_backend"}
 
 

@@ -24,8 +24,6 @@ from alto.kernels.operands import LoraOperands
 from alto.kernels.schedule import TokenSchedule
 from alto.kernels.slot_tensors import SlotTensors, segment_sums
 
-__all__ = ["FrozenMatrix", "adapted_norms", "dropped_inputs", "frozen_product", "scaled_by_magnitude"]
-
 _CHUNK = 4096
 """Number of in-features processed at a time, which bounds the memory used for the norms."""
 

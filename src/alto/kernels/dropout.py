@@ -18,22 +18,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = [
-    "DropoutKey",
-    "NoiseKey",
-    "TokenNoise",
-    "dropout_factor",
-    "dropped",
-    "group_key",
-    "hash_",
-    "hash_int",
-    "hashed",
-    "kept_factor",
-    "stream_key",
-    "threshold",
-]
-
-
 # Chris Wellons' low-bias hash finaliser (hash-prospector, "lowbias32").
 _SHIFTS, _FACTORS = (16, 15, 16), (0x7FEB352D, 0x846CA68B)
 _MASK = 0xFFFFFFFF

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from alto.kernels.dropout import DropoutKey, kept_factor, stream_key, threshold
 
-__all__ = ["BLOCK_TOKENS", "CHUNK_TOKENS", "ForwardTable", "upload"]
-
 BLOCK_TOKENS = 64
 """Largest number of tokens per block. All kernels use the same number, so they share one table: 64 rows fill the matrix
 unit of a Hopper or Blackwell GPU, and more would leave the blocks of short segments mostly empty."""

@@ -17,8 +17,6 @@ from torch.nn import functional as F
 from alto.kernels.operands import LoraOperands
 from alto.kernels.schedule import TokenSchedule
 
-__all__ = ["FrozenLayer", "GroupedLinear", "added_linear", "grouped_lora_linear"]
-
 
 class FrozenLayer(Protocol):
     """A frozen linear map of tokens."""

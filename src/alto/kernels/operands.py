@@ -19,17 +19,6 @@ from torch import Tensor
 
 from alto.kernels.forward_table import upload
 
-__all__ = [
-    "VECTOR_SIZE",
-    "GradientSteps",
-    "GradientTiles",
-    "GroupGradients",
-    "LoraOperands",
-    "RowParts",
-    "SlotMatrices",
-]
-
-
 # The step in which each gradient of a bank was written: the first product of a step overwrites, later ones are added.
 #
 # So gradients need not be zeroed after a step, and none is read before the first product of the next step. Kernels may

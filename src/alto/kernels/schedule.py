@@ -16,8 +16,6 @@ from alto.errors import ShapeError
 from alto.kernels.dropout import DropoutKey
 from alto.kernels.forward_table import ForwardTable, upload
 
-__all__ = ["Segment", "TokenSchedule"]
-
 
 class Segment(NamedTuple):
     """The contiguous token range ``[start, end)`` of one slot."""

@@ -22,8 +22,6 @@ from alto.kernels.operands import LoraOperands
 from alto.kernels.schedule import TokenSchedule
 from alto.kernels.slot_tensors import SlotTensors
 
-__all__ = ["slot_embedding_change", "slot_embeddings"]
-
 
 class _SlotEmbeddingChange(torch.autograd.Function):
     @staticmethod

@@ -16,8 +16,6 @@ from torch import Tensor
 from alto.kernels.forward_table import upload
 from alto.kernels.schedule import TokenSchedule
 
-__all__ = ["SlotTensors", "segment_sums", "slot_bias_change"]
-
 
 @dataclass(kw_only=True, eq=False)
 class SlotTensors:

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from alto.kernels.dropout import DropoutKey, group_key, hash_, hash_int, hashed
 
-__all__ = ["MomentRounding", "random_bits", "rounded", "rounding_key"]
-
 _NUMBER = -2
 """Takes the place of the number of a group of modules. Dropout's numbers start at 0, and noise uses -1."""
 

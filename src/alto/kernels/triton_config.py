@@ -26,35 +26,6 @@ from torch import Tensor
 from alto.kernels.forward_table import BLOCK_TOKENS
 from alto.kernels.operands import GradientTiles
 
-__all__ = [
-    "ADAMW_BLOCK",
-    "MAX_NORM_WIDTH",
-    "NORM_SPAN",
-    "SPLIT",
-    "KernelConfig",
-    "Launch",
-    "adamw_config",
-    "backward_weight_config",
-    "ceil_div",
-    "collected_launches",
-    "compiled_launches",
-    "cross_entropy_config",
-    "dy_config",
-    "expand_config",
-    "gradient_tiles",
-    "launch",
-    "narrow_dtype",
-    "rms_norm_config",
-    "rotary_config",
-    "shrink_config",
-    "square_sums_config",
-    "summed_norms_config",
-    "swiglu_config",
-    "total_norms_config",
-    "working_dtype",
-]
-
-
 SPLIT = 2048
 """Wide columns per part of ``shrink_kernel`` and ``dy_kernel``. The number is the same for all shapes, so the order of
 a sum depends only on the layer."""

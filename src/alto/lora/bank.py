@@ -18,9 +18,6 @@ from alto.kernels import GradientSteps, GradientTiles, GroupGradients, LoraOpera
 from alto.lora.layout import AdapterShape, AdapterWeights, BankLayout, ExtraTensor, GroupPlace, RowPlaces, TargetModule
 from alto.spec import AdapterDtype, InitLoraWeights
 
-__all__ = ["ADAPTER_DTYPES", "AdapterBank", "SquareSums"]
-
-
 # Sums of squares of a bank's gradients, one per tile, written by the same kernels that write the gradients.
 #
 # Shapes: ``Z`` slots, ``C`` tiles of the largest adapter.

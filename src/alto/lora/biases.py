@@ -21,8 +21,6 @@ from alto.lora.linear import AdaptedWeight, ForwardContext, InjectedModule
 from alto.lora.targets import base_modules, head_base, is_reached_by_text, linear_bases
 from alto.spec import JobConfig
 
-__all__ = ["MultiBiasModule", "bias_notes", "biases_of", "is_bias", "module_of_bias", "trained_biases"]
-
 _ENDING = ".bias"
 
 

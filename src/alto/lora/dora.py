@@ -23,8 +23,6 @@ from alto.kernels import (
     scaled_by_magnitude,
 )
 
-__all__ = ["Dora"]
-
 
 class Dora:
     """The magnitudes of linear layers that read the same input.

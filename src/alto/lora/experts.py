@@ -26,9 +26,6 @@ from alto.lora.bank import AdapterBank
 from alto.lora.layout import TargetModule
 from alto.lora.linear import AdaptedWeight, ForwardContext, InjectedModule
 
-__all__ = ["MultiLoraExperts", "MultiLoraRouter", "expert_parameters", "is_adaptable"]
-
-
 _ATTRIBUTES = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "_apply_gate", "num_experts")
 """Attributes that transformers' ``use_experts_implementation`` adds to every class of stacked experts (transformers
 5)."""

@@ -19,8 +19,6 @@ from alto.lora.magnitudes import is_magnitude, magnitude_of
 from alto.lora.saved import SavedAdapter
 from alto.lora.targets import adaptable, base_modules
 
-__all__ = ["check_fit", "initial_values"]
-
 
 @torch.no_grad()
 def initial_values(model: PreTrainedModel, extras: Iterable[ExtraTensor]) -> dict[str, Tensor]:

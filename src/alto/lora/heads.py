@@ -21,19 +21,6 @@ from alto.lora.targets import base_modules, embedding_base, head_base
 from alto.records import LabelSet
 from alto.spec import JobConfig
 
-__all__ = [
-    "HEAD",
-    "BankHeads",
-    "head_tensor",
-    "is_whole",
-    "module_of_whole",
-    "whole_name",
-    "whole_shapes",
-    "whole_tensors",
-    "whole_weights",
-]
-
-
 HEAD = "score.weight"
 """Name of the head's weight in transformers' ``...ForSequenceClassification`` models."""
 

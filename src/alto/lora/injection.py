@@ -25,8 +25,6 @@ from alto.lora.targets import (
 )
 from alto.lora.vocabulary import MultiLoraEmbedding, MultiLoraHead
 
-__all__ = ["eject", "inject"]
-
 
 def inject(
     model: PreTrainedModel, bank: AdapterBank, places: Callable[[], RowPlaces | None] | None = None

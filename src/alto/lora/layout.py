@@ -11,9 +11,6 @@ from torch import Tensor
 
 from alto.kernels import VECTOR_SIZE, RowParts
 
-__all__ = ["AdapterShape", "AdapterWeights", "BankLayout", "ExtraTensor", "GroupPlace", "RowPlaces", "TargetModule"]
-
-
 _ROW_ALIGNMENT = 16
 
 

@@ -19,22 +19,6 @@ from alto.kernels import GroupedLinear, LoraOperands, SlotTensors, TokenSchedule
 from alto.lora.bank import AdapterBank
 from alto.lora.dora import Dora
 
-__all__ = [
-    "AdaptedWeight",
-    "ForwardContext",
-    "FrozenLinear",
-    "FrozenWeight",
-    "GraphHandle",
-    "InGraph",
-    "InjectedModule",
-    "MultiLoraLinear",
-    "Product",
-    "RowPlaces",
-    "SharedInput",
-    "linear_in_graph",
-]
-
-
 Product: TypeAlias = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """A function of tokens ``[…, K]``, a weight ``[N, K]`` and a bias ``[N]`` or None that returns ``[…, N]``."""
 

@@ -11,8 +11,6 @@ from alto.errors import UnsupportedError
 from alto.lora.layout import ExtraTensor, TargetModule
 from alto.lora.targets import linear_bases
 
-__all__ = ["is_magnitude", "magnitude_of", "magnitudes", "module_of_magnitude"]
-
 _ENDING = ".lora_magnitude_vector"
 
 

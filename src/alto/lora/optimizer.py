@@ -14,8 +14,6 @@ from alto.lora.bank import AdapterBank
 from alto.lora.row_optimizers import TORCH_OPTIMIZERS, EightBitAdamW, RowOptimizer, TorchOptimizer
 from alto.spec import JobConfig, OptimizerName
 
-__all__ = ["OptimizerState", "SlotAdamW", "SlotUpdate", "compile_kernels", "gradient_norms"]
-
 
 def gradient_norms(ops: ModuleType, bank: AdapterBank, slots: Sequence[int]) -> Tensor:
     """Return the norm of every slot's gradient, ``[len(slots)]``, at least float32.

@@ -20,17 +20,6 @@ from alto.lora.layout import AdapterWeights
 from alto.lora.peft_targets import ModuleNames, PeftTargets, expert_names_of, peft_targets, wrapper_names
 from alto.spec import JobConfig
 
-__all__ = [
-    "PREFIX",
-    "adapter_scale",
-    "as_in_peft",
-    "extra_in_peft",
-    "lora_scale",
-    "module_of",
-    "read_adapter",
-    "write_adapter",
-]
-
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 ENDINGS = (".lora_A.weight", ".lora_B.weight")

@@ -21,19 +21,6 @@ from transformers.pytorch_utils import Conv1D
 from alto.lora.targets import adaptable, linear_bases, linear_modules, module_names, router_bases
 from alto.spec import ALL_LINEAR, JobConfig
 
-__all__ = [
-    "ModuleNames",
-    "PeftTargets",
-    "expert_kind",
-    "expert_names",
-    "expert_names_of",
-    "peft_all_linear",
-    "peft_targets",
-    "untrained_notes",
-    "wrapper_names",
-]
-
-
 _EXPERT_NAMES: Mapping[str, Mapping[str, str]] = {
     "mixtral": {"gate": "gate.weight", "w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"},
     "qwen2_moe": {

@@ -27,8 +27,6 @@ from alto.lora.peft_format import CONFIG_FILE, ENDINGS, PREFIX, WEIGHTS_FILE
 from alto.lora.peft_targets import expert_kind
 from alto.lora.saved import SavedAdapter
 
-__all__ = ["is_read_per_expert", "write_per_expert"]
-
 _GATE_UP, _DOWN = "gate_up_proj", "down_proj"
 _NUM_STACKED = 3
 

@@ -15,19 +15,6 @@ from alto.errors import UnsupportedError
 from alto.lora.layout import BankLayout
 from alto.spec import EIGHT_BIT_OPTIMIZERS, JobConfig, OptimizerName
 
-__all__ = [
-    "TORCH_OPTIMIZERS",
-    "EightBitAdamW",
-    "RowOptimizer",
-    "TorchOptimizer",
-    "bank_bytes",
-    "check_optimizer",
-    "eight_bit_bytes",
-    "parameter_groups",
-    "set_rates",
-    "torch_optimizer_bytes",
-]
-
 
 class RowOptimizer(Protocol):
     """The optimizer of one adapter.

@@ -28,20 +28,6 @@ from alto.lora.peft_format import (
 )
 from alto.spec import PEFT_DEFAULT, SHAPE_FIELDS, of_module, per_module
 
-__all__ = [
-    "HEAD_NAMES",
-    "SavedAdapter",
-    "adapter_base_model",
-    "check_config",
-    "is_adapter",
-    "read_config",
-    "read_saved_adapter",
-    "saved_settings",
-    "vllm_obstacle",
-    "vllm_rank",
-]
-
-
 _NUM_STACKED = 3
 
 _HARMLESS_KEYS = {

@@ -17,8 +17,6 @@ from alto.lora.layout import AdapterShape, AdapterWeights, BankLayout, ExtraTens
 from alto.lora.linear import ForwardContext, RowPlaces
 from alto.lora.targets import adaptable, find_shared_inputs
 
-__all__ = ["ServedAdapters", "serving"]
-
 
 class ServedAdapters:
     """The adapters that :func:`serving` has put on a model, one per slot."""

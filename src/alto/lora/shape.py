@@ -17,8 +17,6 @@ from alto.lora.targets import adaptable, embedding_base, find_targets, head_base
 from alto.records import LabelSet
 from alto.spec import SHAPE_FIELDS, JobConfig, module_matches, of_module
 
-__all__ = ["adapter_shape", "rank_notes", "tying_notes"]
-
 
 def adapter_shape(model: PreTrainedModel, config: JobConfig, labels: LabelSet | None = None) -> AdapterShape:
     """Return the shape of the adapter that a job trains.

@@ -20,24 +20,6 @@ from alto.lora.layout import TargetModule
 from alto.lora.linear import FrozenLinear, InjectedModule
 from alto.spec import ALL_LINEAR
 
-__all__ = [
-    "DEFAULT_TARGETS",
-    "adaptable",
-    "base_modules",
-    "default_targets",
-    "embedding_base",
-    "expert_bases",
-    "find_shared_inputs",
-    "find_targets",
-    "head_base",
-    "is_reached_by_text",
-    "linear_bases",
-    "linear_modules",
-    "module_names",
-    "router_bases",
-]
-
-
 _SHARED_EXPERTS = ("shared_experts.gate_proj", "shared_experts.up_proj", "shared_experts.down_proj")
 
 _LEFT_OUT: Mapping[str, tuple[str, ...]] = {

@@ -25,9 +25,6 @@ from alto.lora.bank import AdapterBank
 from alto.lora.heads import whole_name
 from alto.lora.linear import AdaptedWeight, ForwardContext, FrozenWeight, InjectedModule
 
-__all__ = ["MultiLoraEmbedding", "MultiLoraHead"]
-
-
 # Token embeddings with an adapter per slot (``target_modules: [embed_tokens]``), or with a separate table per job
 # (``modules_to_save``).
 

@@ -17,8 +17,6 @@ from alto.errors import DataError, UnsupportedError
 from alto.records import LabelSet
 from alto.spec import OBJECTIVES, JobConfig, Method
 
-__all__ = ["DerivedMetrics", "Objective", "ObjectiveImplementation", "Terms", "run_sums", "to_device"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:

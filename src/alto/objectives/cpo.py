@@ -19,8 +19,6 @@ from alto.objectives.base import Terms
 from alto.objectives.pairs import Pairs, preference_metrics
 from alto.spec import CPO_LOSS_TYPES, CpoLossType, CpoSettings
 
-__all__ = ["Cpo"]
-
 _PER_TOKEN: tuple[CpoLossType, ...] = ("simpo", "ipo")
 """Loss types whose rewards are means over the tokens of a reply."""
 

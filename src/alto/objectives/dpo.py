@@ -25,8 +25,6 @@ from alto.objectives.base import Terms
 from alto.objectives.pairs import Pairs, preference_metrics
 from alto.spec import LOSS_TYPES, Divergence, DpoSettings, LossType
 
-__all__ = ["Dpo"]
-
 _MAX_EXPONENT = 80.0
 """Maximum exponent of the alpha divergence, as in TRL."""
 

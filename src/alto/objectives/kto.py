@@ -21,8 +21,6 @@ from alto.objectives.base import Terms, run_sums
 from alto.objectives.pairs import filled, of_jobs, terms_of_rows
 from alto.spec import KtoSettings
 
-__all__ = ["Kto"]
-
 
 class Kto:
     """The mean loss over rows; a reward is ``beta`` times a reply's log-ratio to the base model.

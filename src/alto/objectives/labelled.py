@@ -15,17 +15,6 @@ from alto.objectives.pairs import LANES, terms_of_rows
 from alto.records import LabelSet
 from alto.spec import ObjectiveSettings
 
-__all__ = [
-    "Classification",
-    "Regression",
-    "filled_logits",
-    "label_f1",
-    "label_set_of",
-    "labelled_terms",
-    "row_job_indices",
-]
-
-
 # Common parts of objectives on the logits of classification heads.
 #
 # Shapes: ``Q`` rows, ``K`` labels.

@@ -17,18 +17,6 @@ from alto.objectives.base import Objective, Terms, run_sums, to_device
 from alto.objectives.pairs import tail_sums
 from alto.spec import JobConfig
 
-__all__ = [
-    "Heads",
-    "Learners",
-    "job_losses",
-    "micro_batch_terms",
-    "read_states",
-    "reference_log_probs",
-    "reference_sums",
-    "terms_of",
-    "token_losses",
-]
-
 
 class Heads(Protocol):
     """The classification heads of all slots."""

@@ -18,8 +18,6 @@ from alto.objectives.base import Terms
 from alto.objectives.pairs import Pairs, preference_metrics
 from alto.spec import OrpoSettings
 
-__all__ = ["Orpo"]
-
 _CERTAIN = -1e-9
 """Largest log-prob per token whose odds are finite enough to learn from."""
 

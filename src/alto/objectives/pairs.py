@@ -15,8 +15,6 @@ from torch.nn import functional as F
 from alto.data import TokenBatch
 from alto.objectives.base import Terms, run_sums, to_device
 
-__all__ = ["LANES", "Pairs", "filled", "of_jobs", "preference_metrics", "tail_sums", "terms_of_rows"]
-
 LANES = 16
 """Width of the float64 vectors in PyTorch's CPU kernels. Elements after the last whole vector are computed in another
 way, which rounds a sigmoid differently."""

@@ -7,8 +7,6 @@ from alto.errors import UnsupportedError
 from alto.objectives.base import DerivedMetrics, Objective, ObjectiveImplementation
 from alto.spec import OBJECTIVES, find_method
 
-__all__ = ["find_objective"]
-
 _MEMBERS = ("check", "terms")
 
 

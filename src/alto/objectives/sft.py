@@ -11,8 +11,6 @@ from alto.data import EncodedDataset, TokenBatch
 from alto.objectives.base import Terms, run_sums
 from alto.spec import ObjectiveSettings
 
-__all__ = ["Sft"]
-
 
 class Sft:
     """The mean cross-entropy per trained token, in nats."""

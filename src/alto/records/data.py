@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-__all__ = ["DataPreview", "LabelSet", "ModelLimits", "PreviewExample", "ProblemType", "RowLabel", "Segments"]
-
 Segments: TypeAlias = tuple[tuple[str, bool], ...]
 """The parts of a text in order, with special tokens written out; each with a flag: whether its tokens are trained."""
 

@@ -7,18 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-__all__ = [
-    "AdapterEvaluation",
-    "Evaluation",
-    "EvaluationResult",
-    "GenerationBackend",
-    "Metric",
-    "Prediction",
-    "ScorerName",
-    "student_quantile",
-]
-
-
 ScorerName: TypeAlias = Literal[
     "exact",
     "contains",

@@ -7,19 +7,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-__all__ = [
-    "ExitDecision",
-    "ExitReason",
-    "JobResult",
-    "LossPoint",
-    "Rung",
-    "RungResult",
-    "SplitLoss",
-    "Standing",
-    "StartValue",
-    "exit_reason",
-]
-
 
 class ExitReason(StrEnum):
     """The reasons why a job ended before its last step. A user's rule has a reason of its own."""

@@ -7,16 +7,6 @@ from statistics import median
 
 from alto.records.jobs import Rung
 
-__all__ = [
-    "UNSTEADY",
-    "MemoryPoint",
-    "MemoryProfile",
-    "PackingForecast",
-    "TaskPlan",
-    "Throughput",
-    "ThroughputPoint",
-]
-
 UNSTEADY = 0.25
 """Spread of repeated steps from which other programs are assumed to have used the machine during the measurement."""
 

@@ -9,20 +9,6 @@ from typing import Any, Literal, TypeAlias
 
 from alto.records.jobs import ExitReason, JobResult
 
-__all__ = [
-    "AdapterCheck",
-    "ExportForm",
-    "ExportResult",
-    "FinalistScore",
-    "ForeignTool",
-    "GgufType",
-    "Judgement",
-    "Lead",
-    "Sample",
-    "Samples",
-    "TaskOutcome",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterCheck:

@@ -5,18 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = [
-    "MAX_DURATION_S",
-    "MIN_DURATION_S",
-    "Gpu",
-    "Node",
-    "Placement",
-    "Schedule",
-    "Sharing",
-    "SimulationOutcome",
-    "TaskEstimate",
-]
-
 MIN_DURATION_S, MAX_DURATION_S = 1e-6, 1e12
 """Bounds of a task's estimated duration in seconds: beyond them, sums and shares of times lose precision."""
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from peft import PeftConfig
     from transformers import TrainingArguments
 
-__all__ = ["BestConfig", "best_config", "reads_otherwise_in_trl", "training_arguments"]
-
 _CLASSES: Mapping[str, tuple[str, str]] = {
     "sft": ("trl", "SFTConfig"),
     "dpo": ("trl", "DPOConfig"),

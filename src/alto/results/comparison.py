@@ -19,17 +19,6 @@ if TYPE_CHECKING:
     import pandas
     from rich.console import RenderableType
 
-__all__ = [
-    "RunComparison",
-    "compare",
-    "configuration_frame",
-    "curve_frame",
-    "import_pandas",
-    "job_frame",
-    "loss_frame",
-    "sample_frame",
-]
-
 
 def import_pandas() -> Any:
     """Import and return pandas.

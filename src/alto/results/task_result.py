@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from transformers import PreTrainedModel
 
-__all__ = ["TaskResult", "load_adapter", "load_run"]
-
 
 def load_adapter(folder: Path, task: Task, model: PreTrainedModel | None, *, device: str | None) -> PeftModel:
     """Load the adapter in ``folder`` onto its base model, in evaluation mode; see :meth:`alto.TaskResult.load_best`."""

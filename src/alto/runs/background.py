@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from alto.runs.events import JournalEntry
 from alto.runs.journal import Observer
 
-__all__ = ["FLUSH_TIMEOUT_S", "BackgroundObserver", "ending_in_time", "in_background"]
-
 FLUSH_TIMEOUT_S = 30.0
 """Longest wait in seconds at the end of the work, for all observers together."""
 

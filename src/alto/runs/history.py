@@ -22,9 +22,6 @@ from alto.runs.journal import NOT_FOLDABLE, JournalFold, read_intact_entries
 from alto.runs.run_dir import RunDir
 from alto.spec import LOSS, EarlyExit, rung_step, score_of
 
-__all__ = ["Pace", "RunHistory", "history_before", "read_history"]
-
-
 WINDOW_S = 180.0
 
 

@@ -10,8 +10,6 @@ from typing import Any
 
 from alto.records import ExitReason, LossPoint, StartValue
 
-__all__ = ["JobHistory", "Occupancy", "RunStatus", "RungOutcome", "Stage"]
-
 
 class RunStatus(StrEnum):
     """The status of a run, or of a queue of runs.

@@ -15,23 +15,6 @@ from alto.base import is_number, open_regular, read_bytes, replace_file, resume_
 from alto.errors import RunBusyError, RunError, RunNotFoundError
 from alto.runs.events import NO_SEQ, Event, JournalEntry, decode, encode, is_line
 
-__all__ = [
-    "NOT_FOLDABLE",
-    "Event",
-    "Journal",
-    "JournalFold",
-    "JournalTail",
-    "Observer",
-    "SilentJournal",
-    "cut_journal",
-    "parse_line",
-    "read_entries",
-    "read_events",
-    "read_intact_entries",
-    "read_intact_events",
-]
-
-
 _MAX_BYTES = 4 * 1024**3
 """Largest size of a journal that is read; a long run has some megabytes."""
 

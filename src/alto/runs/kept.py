@@ -15,8 +15,6 @@ from alto.runs.journal import read_intact_entries
 from alto.runs.run_dir import RunDir
 from alto.spec import Keep
 
-__all__ = ["check_can_continue", "kept_jobs", "remove_states"]
-
 _REMOVED = ".removed"
 
 

@@ -13,8 +13,6 @@ from alto.runs.history import RunHistory
 from alto.runs.job_history import JobHistory
 from alto.spec import LOSS, loss_scale
 
-__all__ = ["ConfigurationHistory", "lead_of_winner", "repeated_configurations"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigurationHistory:

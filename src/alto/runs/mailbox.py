@@ -24,8 +24,6 @@ from alto.errors import JobCommandError, MailboxFullError, QueueCommandError, Ru
 from alto.runs.kept import check_can_continue
 from alto.runs.run_dir import RunDir
 
-__all__ = ["Action", "Answer", "Command", "Mailbox", "QueueAction", "QueueCommand", "QueueMailbox"]
-
 _COMMAND = ".command.json"
 _ANSWER = ".answer.json"
 _POLL_S = 0.05

@@ -24,8 +24,6 @@ from alto.runs.queue_dir import QueueDir
 from alto.runs.queue_history import QueueHistory, TaskStage, read_queue_history
 from alto.runs.run_dir import RunDir
 
-__all__ = ["RunState", "RunSummary", "find_runs", "latest_run", "summarise"]
-
 _FIRST_TIME = re.compile(rb'\{"seq": \d+, "time": (\d+(?:\.\d+)?)')
 """Pattern of the beginning of a journal's first line."""
 

@@ -15,25 +15,6 @@ from alto.runs.history import RunHistory
 from alto.runs.job_history import JobHistory
 from alto.spec import places_at
 
-__all__ = [
-    "PRICE_VARIABLE",
-    "DeviceHours",
-    "ExitTotal",
-    "Outlook",
-    "RungCost",
-    "device_hours",
-    "exit_totals",
-    "expected_samples_left",
-    "next_stop",
-    "outlook",
-    "price_of_hour",
-    "remaining_duration_s",
-    "rung_costs",
-    "share_done",
-    "time_saved_s",
-    "trained_tokens",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outlook:

@@ -29,8 +29,6 @@ from alto.records import MAX_DURATION_S, MIN_DURATION_S, Sharing, TaskEstimate
 from alto.runs.run_dir import RunDir, being_born, claim
 from alto.spec import Task
 
-__all__ = ["QueueDir", "QueueEntry"]
-
 _SPEC = "queue.yaml"
 _MAX_BYTES = 64 * 1024**2
 

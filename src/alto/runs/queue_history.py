@@ -18,8 +18,6 @@ from alto.runs.journal import JournalFold
 from alto.runs.progress import share_done
 from alto.runs.queue_dir import QueueDir
 
-__all__ = ["Attempt", "QueueHistory", "QueueProgress", "TaskHistory", "TaskStage", "gpus_to_json", "read_queue_history"]
-
 
 class TaskStage(StrEnum):
     """The state of a task of a queue."""

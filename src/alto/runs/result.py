@@ -14,8 +14,6 @@ from alto.runs.journal import read_intact_entries
 from alto.runs.lead import lead_of_winner
 from alto.runs.run_dir import RunDir
 
-__all__ = ["has_result", "task_outcome"]
-
 
 def task_outcome(history: RunHistory, run: RunDir) -> TaskOutcome:
     """Return the outcome of a finished task.

@@ -34,9 +34,6 @@ from alto.base import LockFile, replace_file, resume_command, sync_folder, writi
 from alto.errors import RunBusyError, RunError, RunExistsError, RunNotFoundError, UntrustedCodeError
 from alto.spec import Task, read_run_task
 
-__all__ = ["RunDir", "being_born", "claim", "load_run_task"]
-
-
 # Long enough to outlast a process that takes the lock for an instant, only to test it.
 LOCK_TIMEOUT_S = 1.0
 

@@ -10,17 +10,6 @@ from alto.records import Rung, Throughput
 from alto.scheduler.intra_task import JobDemand, ResidentLimits, plan_residents
 from alto.spec import places_at
 
-__all__ = [
-    "JobWork",
-    "LastJob",
-    "LastJobsForecast",
-    "estimate_duration_s",
-    "expected_duration_s",
-    "fitted_rungs",
-    "forecast_last_jobs",
-]
-
-
 _SHARES_KEPT = (0.75, 0.5, 0.25, 0.0)
 """Shares of their usual number of jobs that rungs may keep to fit a time budget, the largest first."""
 

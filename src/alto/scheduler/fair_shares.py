@@ -8,9 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["ReceivedShare", "TokenShares", "jain_index", "slot_shares", "task_weights"]
-
-
 _MOST_DIFFERENCE = 20
 """Largest difference of priorities that counts; with a larger one, a task would wait forever."""
 

@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 from alto.errors import ProfileError
 from alto.records import MemoryPoint, MemoryProfile, ThroughputPoint
 
-__all__ = ["SATURATED", "MemoryFit", "ThroughputFit", "fit_memory", "fit_throughput", "max_tokens", "saturation"]
-
 SATURATED = 0.95
 """Share of the best measured tokens per second above which more tokens in a step hardly increase the speed."""
 

@@ -12,18 +12,6 @@ from enum import StrEnum
 
 from alto.scheduler.ranks import RankDemand, RankSlots, assign_ranks
 
-__all__ = [
-    "Admission",
-    "AdmitReason",
-    "JobDemand",
-    "ParkReason",
-    "Parking",
-    "ResidentLimits",
-    "ResidentPlan",
-    "assign_slots",
-    "plan_residents",
-]
-
 
 class AdmitReason(StrEnum):
     """Why a job gets a slot.

@@ -11,8 +11,6 @@ from alto.records import MemoryProfile, Throughput
 from alto.scheduler.fit import max_tokens, saturation
 from alto.spec import LOAD_IN_4BIT
 
-__all__ = ["Packing", "PackingRequest", "choose_packing"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackingRequest:

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-__all__ = ["MAX_EXACT_JOBS", "TOLERANCE", "RankDemand", "RankSlots", "assign_ranks", "imbalance"]
-
 TOLERANCE = 0.05
 """Tolerated excess of the rank with the most tokens over the mean, as a share of the mean, before a job is moved."""
 

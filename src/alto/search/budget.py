@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Need", "TimeSpent", "beyond_budget"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeSpent:

@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["EXPLORED", "Fork", "forks_of", "population_rungs"]
-
 EXPLORED: Mapping[str, tuple[float, float]] = {
     "learning_rate": (0.0, 1.0),
     "weight_decay": (0.0, 1.0),

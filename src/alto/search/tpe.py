@@ -11,8 +11,6 @@ from typing import Any
 from alto.errors import UnsupportedError
 from alto.spec import Axis, Sampled, SearchSpace
 
-__all__ = ["Trial", "check_installed", "next_configuration"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:

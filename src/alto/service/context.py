@@ -27,9 +27,6 @@ from alto.service.store.store import Refusals
 from alto.service.store.tables import JobRow, Tenant
 from alto.spec import DataKeys, Task
 
-__all__ = ["Histories", "Limits", "Previews", "Service", "ServiceOf", "control_folder", "newest_journal", "service_of"]
-
-
 _MOST_HISTORIES = 64
 _MOST_FIGURES = 10_000
 

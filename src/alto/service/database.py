@@ -13,8 +13,6 @@ from alto.errors import ServiceError
 from alto.service.settings import ServiceSettings
 from alto.service.store import Store
 
-__all__ = ["opened_store"]
-
 _LOG = logging.getLogger("alto.service")
 
 

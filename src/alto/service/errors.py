@@ -10,17 +10,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = [
-    "ApiError",
-    "JobStateError",
-    "ReusedKeyError",
-    "TenantError",
-    "TooManyRequestsError",
-    "UnknownJobError",
-    "not_found",
-    "refused",
-]
-
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",

@@ -5,8 +5,6 @@ from __future__ import annotations
 import secrets
 import time
 
-__all__ = ["new_id", "now"]
-
 
 def new_id(prefix: str) -> str:
     """Return an unguessable id such as ``file-6f1c…``."""

@@ -13,17 +13,6 @@ from alto.service.errors import ApiError, not_found
 from alto.service.settings import ServiceSettings
 from alto.service.store.tables import AliasRow, ModelRow
 
-__all__ = [
-    "alias_name",
-    "aliases_of",
-    "base_model_of",
-    "checkpoint_name",
-    "find_alias",
-    "find_model",
-    "fine_tuned_name",
-    "merged_folder",
-]
-
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from alto.records import ExitReason
 from alto.runs import RunHistory
 
-__all__ = ["Savings", "savings_of"]
-
 _NOT_BY_RULES = (ExitReason.STOPPED, ExitReason.FAILED)
 
 

@@ -39,8 +39,6 @@ from alto.service.web.answers import ERROR_ANSWERS, RequestCounts, RequestIds, a
 from alto.service.web.limits import BodyLimits
 from alto.version import __version__
 
-__all__ = ["configure_logs", "create_app", "listening", "opened_service", "running", "serve"]
-
 
 def create_app(service: Service, coordinator: Coordinator | None = None) -> FastAPI:
     """Return the application that serves ``service``; ``coordinator`` is this process's coordinator, if it has one."""

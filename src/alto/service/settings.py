@@ -12,8 +12,6 @@ from pydantic import Field, field_validator
 from alto.errors import SpecError
 from alto.spec import SpecModel, canonical_keys, read_mapping
 
-__all__ = ["MOST_NAME_CHARS", "ServiceSettings", "VllmSettings", "load_settings"]
-
 MIB = 2**20
 MOST_NAME_CHARS = 96
 """Maximum length of a base model's name, as on the Hugging Face hub; the name of a fine-tuned model then fits its

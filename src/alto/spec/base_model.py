@@ -11,22 +11,6 @@ from alto.base import quoted
 from alto.errors import SpecError, UnsupportedError
 from alto.spec.keys import TASK_ALIASES
 
-__all__ = [
-    "LOAD_IN_4BIT",
-    "QUANTISATION_KEYS",
-    "BaseModelSpec",
-    "BaseObjects",
-    "Dtype",
-    "Origin",
-    "Quantisation",
-    "check_object_keys",
-    "is_object_name",
-    "quantisation_keys",
-    "quantisation_of",
-    "with_base_objects",
-]
-
-
 # A base model and its tokenizer that a user gives as Python objects.
 #
 # The keys of a task are plain values, so the objects are kept separately. ``model`` is then a name for the object,

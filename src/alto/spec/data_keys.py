@@ -16,25 +16,6 @@ from alto.records import ProblemType
 from alto.spec.mixture import MixtureSource
 from alto.spec.validation import MAX_CHARS, SpecModel, check_path
 
-__all__ = [
-    "MAX_SEED",
-    "ROW_COLUMNS",
-    "TEMPLATE_NAME",
-    "TOOLS_TEMPLATE",
-    "DataKeys",
-    "OnBadRow",
-    "RowFormName",
-    "TokenCacheName",
-    "TrainOn",
-    "chat_template_text",
-    "check_columns",
-    "default_name",
-    "is_template_name",
-    "is_template_text",
-    "label_names",
-]
-
-
 RowFormName = Literal[
     "auto",
     "messages",

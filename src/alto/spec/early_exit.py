@@ -25,21 +25,6 @@ from alto.spec.keys import canonical_keys
 from alto.spec.rules import RULES, DivergenceSettings, GapSettings, Rule, UpturnSettings
 from alto.spec.validation import plain
 
-__all__ = [
-    "EARLIEST_IN_WARMUP",
-    "LEAST_RANKED_STEPS",
-    "PRESETS",
-    "EarlyExit",
-    "Preset",
-    "PresetName",
-    "ceil_share",
-    "no_earlier",
-    "places_at",
-    "rung_step",
-    "without_floor",
-]
-
-
 # A product this close to a whole number, relative to it, counts as that number: 0.07 * 100 is 7.000000000000001 in
 # float64.
 ROUNDING = 1e-9

@@ -15,9 +15,6 @@ from alto.spec.mixture import MIXTURE_WEIGHTS, MixtureSource, ordered
 from alto.spec.search import Search
 from alto.spec.search_space import Axis, Sampled, SearchSpace, written
 
-__all__ = ["AUTO", "Expansion", "Job", "auto_space", "near_usual_rate", "usual_learning_rate"]
-
-
 # Usual learning rates: published good values, the search space ``auto`` around them, and samples near them.
 #
 # Sources: J. Schulman and Thinking Machines Lab, "LoRA Without Regret" (2025), and the recipe of their Tinker cookbook:

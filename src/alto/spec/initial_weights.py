@@ -9,9 +9,6 @@ from alto.base import quoted
 from alto.errors import UnsupportedError
 from alto.spec.module_names import ALL_LINEAR
 
-__all__ = ["InitLoraWeights", "check_targets", "parameter_names", "supported_init"]
-
-
 InitLoraWeights: TypeAlias = Literal["default", "gaussian", "orthogonal"]
 """The initial weights; ``default`` is PEFT's ``True``: ``A`` Kaiming-uniform and ``B`` zero. With ``orthogonal`` both
 are random, and their product is zero."""

@@ -49,16 +49,6 @@ from alto.spec.module_names import (
 from alto.spec.objective_settings import ObjectiveSettings
 from alto.spec.validation import SpecModel, is_finite_number
 
-__all__ = [
-    "ALL_LINEAR",
-    "JOB_FIELDS",
-    "MAPPING_FIELDS",
-    "SHAPE_FIELDS",
-    "BiasMode",
-    "JobConfig",
-    "LrSchedulerType",
-]
-
 BiasMode: TypeAlias = Literal["none", "all", "lora_only"]
 """The biases of the base model that are trained: none, all, or those of the modules with adapters."""
 

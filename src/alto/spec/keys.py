@@ -16,18 +16,6 @@ from alto.spec.trainer_keys import (
     UNSUPPORTED_TRAINER_KEYS,
 )
 
-__all__ = [
-    "FIELD_DEFAULTS",
-    "JOB_ALIASES",
-    "NOT_NEEDED_KEYS",
-    "OFF_VALUES",
-    "TASK_ALIASES",
-    "UNSUPPORTED_KEYS",
-    "asks_for_nothing",
-    "canonical_keys",
-    "spelt_as",
-]
-
 JOB_ALIASES: Mapping[str, str] = {
     "lr": "learning_rate",
     "batch_size": "per_device_train_batch_size",

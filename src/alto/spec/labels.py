@@ -13,8 +13,6 @@ from alto.spec.data_keys import DataKeys, label_names
 from alto.spec.keys import TASK_ALIASES
 from alto.spec.method import Method, find_method
 
-__all__ = ["LABELS_NAME", "check_label_keys", "labels_beside", "with_task_type"]
-
 LABELS_NAME = "labels.json"
 """Name of the file beside an adapter that holds the labels of its classification head."""
 

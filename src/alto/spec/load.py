@@ -16,8 +16,6 @@ from alto.spec.method import SETTING_ALIASES
 from alto.spec.strict_yaml import NotYamlError, read_yaml
 from alto.spec.task import TASK_FIELDS, Task
 
-__all__ = ["build_task", "load_task", "overridden", "parse_override", "read_mapping", "read_run_task"]
-
 _ALIASES = {**JOB_ALIASES, **TASK_ALIASES, **SETTING_ALIASES}
 
 _DATA_SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".parquet", ".txt")

@@ -15,22 +15,6 @@ from alto.errors import UnsupportedError
 from alto.spec.module_names import Pairs, pairs_of
 from alto.spec.validation import is_finite_number
 
-__all__ = [
-    "DOMAINS",
-    "EIGHT_BIT_OPTIMIZERS",
-    "KWARGS_OF_SCHEDULES",
-    "LrSchedulerType",
-    "OptimizerName",
-    "check_optimizer_args",
-    "check_schedule",
-    "optimizer_args",
-    "schedule_factor",
-    "scheduler_kwargs",
-    "supported_optimizer",
-    "supported_scheduler",
-]
-
-
 LrSchedulerType: TypeAlias = Literal[
     "linear",
     "cosine",

@@ -19,8 +19,6 @@ from alto.spec.objective_settings import (
     ObjectiveSettings,
 )
 
-__all__ = ["OWN_METHODS", "SETTING_ALIASES", "Method", "find_method", "learns_from_pairs"]
-
 OWN_METHODS = tuple(OBJECTIVES.own)
 """Names of ALTO's own methods."""
 

@@ -12,20 +12,6 @@ from alto.errors import SpecError
 from alto.spec.job_config import JOB_FIELDS, JobConfig
 from alto.spec.method import OWN_METHODS, find_method
 
-__all__ = [
-    "LEAST_SCORE",
-    "LOSS",
-    "check_metric",
-    "check_metric_name",
-    "is_function",
-    "loss_scale",
-    "metric_notes",
-    "name_of",
-    "score_of",
-    "source_metric",
-    "source_of",
-]
-
 
 def is_function(value: object) -> TypeGuard[Callable[..., Any]]:
     """Return whether ``value`` is a function, or an object that can be called like one; classes do not count."""

@@ -16,8 +16,6 @@ from alto.spec.data_keys import RowFormName, check_columns
 from alto.spec.keys import canonical_keys
 from alto.spec.validation import SpecModel, check_path, is_finite_number
 
-__all__ = ["MIXTURE_WEIGHTS", "MixtureSource", "Weights", "normalised", "ordered", "parse_sources"]
-
 MIXTURE_WEIGHTS = "mixture_weights"
 """The field of a job that holds its mixture weights."""
 

@@ -10,21 +10,6 @@ from typing import Any, TypeVar
 
 from alto.base import quoted
 
-__all__ = [
-    "ALL_LINEAR",
-    "PEFT_DEFAULT",
-    "Pairs",
-    "chosen_modules",
-    "layer_indices",
-    "layer_parents",
-    "module_matches",
-    "of_module",
-    "pairs_of",
-    "per_module",
-    "saved_modules",
-    "targeted_modules",
-]
-
 ALL_LINEAR = "all-linear"
 """Every linear layer of the model except its output head, as in PEFT."""
 

@@ -14,26 +14,6 @@ from alto.records import ProblemType
 from alto.spec.keys import canonical_keys
 from alto.spec.validation import SpecModel, check_defaults, plain
 
-__all__ = [
-    "CPO_LOSS_TYPES",
-    "KTO_LOSS_TYPES",
-    "LOSS_TYPES",
-    "OBJECTIVES",
-    "PREFERENCE_METRICS",
-    "PREFERENCE_SCORES",
-    "CpoLossType",
-    "CpoSettings",
-    "Divergence",
-    "DpoSettings",
-    "KtoLossType",
-    "KtoSettings",
-    "LossType",
-    "ObjectiveEntry",
-    "ObjectiveSettings",
-    "OrpoSettings",
-]
-
-
 LossType: TypeAlias = Literal[
     "sigmoid",
     "sigmoid_norm",

@@ -21,9 +21,6 @@ from alto.base import cache_home, quoted
 from alto.errors import DataError, SpecError
 from alto.spec.data_keys import ROW_COLUMNS
 
-__all__ = ["CONFIG", "first_row", "with_config_objects", "with_rows_in_files"]
-
-
 _KEYS = {"train": "dataset", "validation": "validation_dataset", "test": "test_dataset"}
 """The key of the task that names the rows of each split."""
 

@@ -15,8 +15,6 @@ from alto.records import ExitDecision, ExitReason, LossPoint
 from alto.spec.keys import canonical_keys
 from alto.spec.validation import SpecModel, check_defaults, plain
 
-__all__ = ["RULES", "DivergenceSettings", "GapSettings", "OverfittingSettings", "Rule", "UpturnSettings"]
-
 _MAX_EVALUATIONS = 10**6
 _REASON = re.compile(r"[a-z][a-z0-9_ -]{0,39}")
 _RESERVED = (ExitReason.UNDERPERFORMING, ExitReason.STOPPED, ExitReason.FAILED, ExitReason.BUDGET)

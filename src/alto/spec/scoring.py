@@ -18,8 +18,6 @@ from alto.spec.keys import canonical_keys
 from alto.spec.metric import is_function, name_of
 from alto.spec.validation import SpecModel, plain
 
-__all__ = ["Scoring", "parse_metric", "parse_select_by"]
-
 _WORDS = ("metric", "eval_accuracy")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _ONLY_OF: Mapping[str, tuple[ScorerName, ...]] = {

@@ -13,8 +13,6 @@ from alto.spec.keys import canonical_keys
 from alto.spec.search_space import SearchSpace
 from alto.spec.validation import SpecModel
 
-__all__ = ["Budget", "Search"]
-
 _NUM_STARTUP = 10
 _POPULATION = 12
 

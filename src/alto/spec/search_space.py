@@ -19,9 +19,6 @@ from alto.spec.method import Method, find_method
 from alto.spec.mixture import MIXTURE_WEIGHTS
 from alto.spec.validation import plain
 
-__all__ = ["MAX_JOBS", "Axis", "Sampled", "SearchSpace", "as_values", "written"]
-
-
 # Conversion of Optuna, Ray Tune and W&B sweep distributions in a search space into ranges and lists.
 #
 # They are recognised by module and class, or by their keys, so none of these packages has to be installed.

@@ -17,19 +17,6 @@ from alto.spec.keys import canonical_keys
 from alto.spec.load import overridden, read_mapping
 from alto.spec.validation import SpecModel
 
-__all__ = [
-    "MAX_S",
-    "MAX_TASKS",
-    "MEASURED_EXIT_SHARES",
-    "MIN_S",
-    "STEP_SHARE",
-    "ArrivingTask",
-    "Simulation",
-    "load_simulation",
-    "read_trace",
-]
-
-
 MIN_S, MAX_S = 0.001, 1e9
 """Bounds of durations: a millisecond and thirty years. Up to there, a float clock still counts every second."""
 

@@ -10,8 +10,6 @@ import yaml
 
 from alto.base import quoted
 
-__all__ = ["MAX_VALUES", "NotYamlError", "num_values", "read_yaml", "write_yaml"]
-
 MAX_VALUES = 50_000
 """Maximum number of keys and values in a task; values repeated by an alias count each time."""
 

@@ -21,7 +21,7 @@ from alto.spec.base_model import (
     quantisation_of,
     with_base_objects,
 )
-from alto.spec.data_keys import DataKeys, OnBadRow, RowFormName, TrainOn, chat_template_text, default_name
+from alto.spec.data_keys import DataKeys, chat_template_text, default_name
 from alto.spec.early_exit import EarlyExit
 from alto.spec.expansion import AUTO, Expansion, Job, auto_space
 from alto.spec.job_config import JOB_FIELDS, JobConfig
@@ -29,7 +29,7 @@ from alto.spec.keys import JOB_ALIASES, TASK_ALIASES, canonical_keys, spelt_as
 from alto.spec.labels import check_label_keys, with_task_type
 from alto.spec.method import Method, find_method
 from alto.spec.metric import LOSS, check_metric, check_metric_name
-from alto.spec.mixture import MixtureSource, parse_sources
+from alto.spec.mixture import parse_sources
 from alto.spec.row_objects import with_config_objects, with_rows_in_files
 from alto.spec.scoring import Scoring, parse_select_by
 from alto.spec.search import Search
@@ -51,8 +51,6 @@ from alto.spec.task_checks import (
     check_train_on,
 )
 from alto.spec.validation import check_path, plain
-
-__all__ = ["AdapterDtype", "Job", "Keep", "MixtureSource", "OnBadRow", "RowFormName", "Task", "TrainOn"]
 
 AdapterDtype = Literal["float32", "bfloat16"]
 Keep = Literal["winner", "finalists", "all"]

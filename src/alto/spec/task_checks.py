@@ -21,22 +21,6 @@ from alto.spec.search_space import SearchSpace
 from alto.spec.strict_yaml import MAX_VALUES, num_values
 from alto.spec.validation import SpecModel, plain
 
-__all__ = [
-    "Refit",
-    "check_fixed",
-    "check_given_once",
-    "check_mixture",
-    "check_refit",
-    "check_samples",
-    "check_scored_rungs",
-    "check_search",
-    "check_selection",
-    "check_size",
-    "check_splits",
-    "check_state_dtype",
-    "check_train_on",
-]
-
 
 def check_fixed(fixed: Mapping[str, Any], space: SearchSpace, method: Method) -> None:
     """Check the fixed fields first, so that their errors are not attributed to the first job."""

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["FIELD_DEFAULTS", "NOT_NEEDED_KEYS", "TRAINER_OFF_VALUES", "UNSUPPORTED_TRAINER_KEYS"]
-
 _NOT_NEEDED: Mapping[str, tuple[str, ...]] = {
     "ALTO keeps the best and the last checkpoint of every job": (
         *("save_strategy", "save_steps", "save_total_limit", "save_only_model", "save_on_each_node"),

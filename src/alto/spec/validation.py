@@ -18,18 +18,6 @@ from pydantic_core import ErrorDetails
 from alto.base import quoted
 from alto.errors import SpecError
 
-__all__ = [
-    "MAX_CHARS",
-    "SpecModel",
-    "check_defaults",
-    "check_path",
-    "is_finite_number",
-    "is_number_text",
-    "plain",
-    "spec_error",
-]
-
-
 MAX_CHARS = 4095
 """Maximum number of characters of a text; no path is longer."""
 

@@ -11,8 +11,6 @@ from typing import Any, Protocol
 from alto.base import read_json, replace_file
 from alto.errors import RunError
 
-__all__ = ["JobOutcome", "Point", "StoredRuns", "TrackedRun", "Tracker", "plain_value"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:

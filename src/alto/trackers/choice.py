@@ -13,8 +13,6 @@ from alto.trackers.tensorboard import TensorBoardTracker
 from alto.trackers.trackio import TrackioTracker
 from alto.trackers.wandb import WandbTracker
 
-__all__ = ["chosen_trackers"]
-
 _TRACKERS: dict[str, type[Tracker]] = {
     "tensorboard": TensorBoardTracker,
     "mlflow": MlflowTracker,

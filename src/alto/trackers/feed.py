@@ -21,9 +21,6 @@ from alto.runs.events import (
 )
 from alto.trackers.base import JobOutcome, Point, TrackedRun, Tracker
 
-__all__ = ["MAX_WAITING_EVENTS", "BackgroundTracker", "Feed", "tracking"]
-
-
 # Names of these metrics in TRL's trainers.
 _TRL_NAMES = {
     "reward_accuracy": "rewards/accuracies",

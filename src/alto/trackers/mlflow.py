@@ -8,8 +8,6 @@ from typing import Any
 
 from alto.trackers.base import JobOutcome, Point, StoredRuns, TrackedRun, plain_value
 
-__all__ = ["MlflowTracker"]
-
 # MLflow's limits on one request.
 _MAX_METRICS = 1000
 _MAX_PARAMS = 100

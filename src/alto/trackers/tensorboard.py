@@ -8,8 +8,6 @@ from typing import Any
 
 from alto.trackers.base import JobOutcome, Point, TrackedRun, plain_value
 
-__all__ = ["TensorBoardTracker"]
-
 
 class TensorBoardTracker:
     """Writes its folder from scratch, even if a run is resumed.

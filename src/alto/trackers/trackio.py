@@ -9,8 +9,6 @@ from typing import Any
 
 from alto.trackers.base import JobOutcome, Point, StoredRuns, TrackedRun, plain_value
 
-__all__ = ["TrackioTracker"]
-
 
 class TrackioTracker:
     """Reports to the place that Trackio's environment variables name; by default, this machine.

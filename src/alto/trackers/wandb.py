@@ -9,8 +9,6 @@ from typing import Any
 
 from alto.trackers.base import JobOutcome, Point, StoredRuns, TrackedRun, plain_value
 
-__all__ = ["WandbTracker"]
-
 _SETTINGS: dict[str, Any] = {
     # When the process exits, W&B waits for pending uploads, by default without a limit.
     "init_timeout": 20.0,

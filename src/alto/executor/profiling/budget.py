@@ -13,8 +13,6 @@ from alto.backbone import Backbone
 from alto.executor.profiling.sketch import RowLength
 from alto.spec import Task
 
-__all__ = ["LEAST_TIMED_S", "MOST_TIMES", "MeasuringBudget", "usual_token_s"]
-
 LEAST_TIMED_S, MOST_TIMES = 1.0, 16
 """Seconds for which a step is repeated, for a stable duration, and the largest number of repeats."""
 

@@ -18,8 +18,6 @@ from alto.executor.profiling.measure import measure
 from alto.executor.profiling.sketch import RowLength, SpanLength
 from alto.spec import Task
 
-__all__ = ["answer"]
-
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     """Return the result of :func:`measure`; if nothing fits into memory, ``no_memory`` with the reason."""

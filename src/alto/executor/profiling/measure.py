@@ -34,8 +34,6 @@ from alto.records import MemoryPoint, ThroughputPoint
 from alto.scheduler import fit_memory
 from alto.spec import LOAD_IN_4BIT, Task, find_method
 
-__all__ = ["MARGIN", "Measured", "Packing", "measure", "measuring_budget", "packings", "slot_bytes"]
-
 MARGIN = 0.9
 """Share of the device's memory that is planned; the rest is left to allocations that no profile measures."""
 

@@ -15,9 +15,6 @@ import torch
 
 from alto.errors import UnsupportedError
 
-__all__ = ["capacity_bytes", "peak_bytes", "reset_peak", "spread_of"]
-
-
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")

@@ -36,17 +36,6 @@ from alto.scheduler import (
 )
 from alto.spec import Budget, Task
 
-__all__ = [
-    "USUAL_TOKENS_PER_PASS",
-    "check_budget",
-    "disk_bytes",
-    "disk_notes",
-    "free_bytes",
-    "pack",
-    "plan",
-    "with_free_space",
-]
-
 
 def disk_bytes(context: TaskContext, num_slots: int) -> int:
     """Return the largest number of bytes that the states of a task's jobs take on disk during training.

@@ -29,8 +29,6 @@ from alto.records import MemoryProfile, Throughput
 from alto.scheduler import fit_memory, fit_throughput
 from alto.spec import SHAPE_FIELDS, JobConfig, Task
 
-__all__ = ["Profile", "find_profile", "profile_task"]
-
 CHILD_TIMEOUT_S = 1800.0
 
 _UNMEASURED = "set max_slots, max_tokens_per_step and max_tokens_per_pass, so that no profile is needed"

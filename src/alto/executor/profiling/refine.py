@@ -19,8 +19,6 @@ from alto.executor.profiling.measure import Measured
 from alto.executor.profiling.meter import spread_of
 from alto.records import TaskPlan, Throughput
 
-__all__ = ["StepTimes"]
-
 _EVERY = 8
 """Number of steps from which one is noted; counting the tokens of every step would take time too."""
 

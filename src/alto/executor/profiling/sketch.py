@@ -17,8 +17,6 @@ import torch
 from alto.data import IGNORED, EncodedDataset, Span, TaskData
 from alto.records import LabelSet, RowLabel
 
-__all__ = ["NUM_EVALUATED", "RowLength", "SpanLength", "lengths_of", "synthetic_rows"]
-
 _SKETCHED = 64
 NUM_EVALUATED = {"cpu": 8, "cuda": 32}
 """Largest number of evaluated rows by device; few rows fill a CPU's cores."""

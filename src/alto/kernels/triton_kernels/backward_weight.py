@@ -16,8 +16,6 @@ import triton.language as tl
 
 from alto.kernels.triton_kernels.common import is_kept, token_keys
 
-__all__ = ["accumulate_by_own_tile", "da_kernel"]
-
 
 @triton.jit(do_not_specialize=["number", "stride_z", "stride_sums_z", "stride_place", "first_sum"])
 def da_kernel(

@@ -5,18 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = [
-    "hashed",
-    "is_kept",
-    "load_columns",
-    "of_member",
-    "random_bits",
-    "rounded",
-    "store_columns",
-    "tile_of_members",
-    "token_keys",
-]
-
 
 @triton.jit
 def token_keys(stream_key, number, tokens):

@@ -15,8 +15,6 @@ from alto.kernels.triton_kernels.backward_weight import accumulate_by_own_tile
 from alto.kernels.triton_kernels.common import of_member
 from alto.kernels.triton_kernels.shrink import shrink_by_own_tile
 
-__all__ = ["dy_kernel"]
-
 
 @triton.jit(
     do_not_specialize=[

@@ -12,8 +12,6 @@ import triton.language as tl
 
 from alto.kernels.triton_kernels.common import is_kept, of_member, tile_of_members, token_keys
 
-__all__ = ["dx_kernel", "expand_kernel"]
-
 
 @triton.jit(do_not_specialize=["stride_z", "stride_place", "first_place"])
 def expand_kernel(

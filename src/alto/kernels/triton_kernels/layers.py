@@ -5,19 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = [
-    "FLOAT32",
-    "ONE_PLUS",
-    "ROUNDED",
-    "cross_entropy_kernel",
-    "rms_norm_backward_kernel",
-    "rms_norm_kernel",
-    "rotary_kernel",
-    "swiglu_backward_kernel",
-    "swiglu_kernel",
-]
-
-
 ROUNDED, FLOAT32, ONE_PLUS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """The values of :class:`alto.kernels.layer_reference.NormKind`."""
 

@@ -7,8 +7,6 @@ import triton.language as tl
 
 from alto.kernels.triton_kernels.common import load_columns, random_bits, rounded, store_columns
 
-__all__ = ["adamw_kernel", "square_sums_kernel", "summed_norms_kernel", "total_norms_kernel"]
-
 
 @triton.jit(do_not_specialize=["stride_z"])
 def adamw_kernel(

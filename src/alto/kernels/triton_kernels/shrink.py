@@ -12,8 +12,6 @@ import triton.language as tl
 
 from alto.kernels.triton_kernels.common import is_kept, token_keys
 
-__all__ = ["shrink_by_own_tile", "shrink_kernel"]
-
 
 @triton.jit(do_not_specialize=["number", "stride_z", "stride_planes_t", "stride_place"])
 def shrink_kernel(

@@ -20,25 +20,6 @@ from alto.runs.events.queue_events import QueueEvent
 from alto.runs.events.run_events import RunEvent, TaskStarted
 from alto.runs.events.values import Path, WrongValueError, from_wire, pointer, to_wire
 
-__all__ = [
-    "CLASSES",
-    "NO_SEQ",
-    "RELAYED",
-    "WIRE_NAMES",
-    "Event",
-    "JournalEntry",
-    "TaskRelayed",
-    "UnknownEvent",
-    "decode",
-    "decode_only",
-    "encode",
-    "event_from",
-    "is_line",
-    "name_of",
-    "settings_of",
-]
-
-
 WIRE_NAMES: Mapping[type, str] = {
     run.TaskStarted: "task_started",
     run.TaskResumed: "task_resumed",

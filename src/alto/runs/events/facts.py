@@ -6,26 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = [
-    "ALIASES",
-    "ALWAYS",
-    "DAMAGED_IS_NONE",
-    "IF_ABSENT",
-    "KEY_ALIASES",
-    "VALUE_ALIASES",
-    "BaseDescription",
-    "JobDescription",
-    "QueuedTask",
-    "ReferenceFact",
-    "RefitFact",
-    "SavedJob",
-    "StartFact",
-    "StartMeasurement",
-    "TiedJob",
-    "wire",
-]
-
-
 IF_ABSENT = "if_absent"
 ALWAYS = "always"
 ALIASES = "aliases"

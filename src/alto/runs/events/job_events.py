@@ -13,19 +13,6 @@ from typing import Any
 from alto.records import ExitReason
 from alto.runs.events.facts import JobDescription, wire
 
-__all__ = [
-    "BestMeasured",
-    "JobAdded",
-    "JobAdmitted",
-    "JobCompleted",
-    "JobEvaluated",
-    "JobExited",
-    "JobParked",
-    "JobReopened",
-    "JobResumed",
-    "TrainSteps",
-]
-
 _EVIDENCE = {"gain": "score", "cutoff_gain": "cutoff_score", "largest_pass": "largest_micro_batch"}
 """Names of exit evidence in version 0.1, with the current names."""
 

@@ -12,24 +12,6 @@ from alto.records import Gpu, Node, Placement
 from alto.runs.events.facts import QueuedTask, wire
 from alto.runs.events.run_events import FORMAT
 
-__all__ = [
-    "ExecutorExited",
-    "ExecutorStarted",
-    "GpuAdded",
-    "GpuLost",
-    "MeasuringBegun",
-    "QueueCompleted",
-    "QueueEvent",
-    "QueueInterrupted",
-    "QueueResumed",
-    "QueueStarted",
-    "SchedulePlanned",
-    "TaskCancelled",
-    "TaskGivenUp",
-    "TaskMeasured",
-    "TaskSubmitted",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueStarted:

@@ -35,28 +35,6 @@ from alto.runs.events.job_events import (
     TrainSteps,
 )
 
-__all__ = [
-    "FORMAT",
-    "AdapterChecked",
-    "BaseEvaluated",
-    "CheckpointSaved",
-    "CommandRefused",
-    "FinalistsJudged",
-    "GpusOffered",
-    "KernelsCompiled",
-    "OutOfMemory",
-    "ProfileMeasured",
-    "RunEvent",
-    "RungScored",
-    "SamplesGenerated",
-    "ShareReceived",
-    "TaskCompleted",
-    "TaskInterrupted",
-    "TaskResumed",
-    "TaskStarted",
-    "WarmupEnded",
-]
-
 FORMAT = 2
 """Version of the journal format that is written; a journal without one has version 1, the format of ALTO 0.1."""
 

@@ -17,8 +17,6 @@ from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_typ
 from alto.records import Gpu
 from alto.runs.events.facts import ALIASES, ALWAYS, DAMAGED_IS_NONE, IF_ABSENT, KEY_ALIASES, VALUE_ALIASES
 
-__all__ = ["Path", "WrongValueError", "from_wire", "pointer", "to_wire"]
-
 Path: TypeAlias = tuple[str | int, ...]
 """Names and positions that lead to a value in an event."""
 

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from alto.scheduler.inter_task.lists import fewest_nodes, running_counts
 from alto.scheduler.inter_task.problem import SchedulingProblem, TaskDemand
 
-__all__ = ["makespan_bound"]
-
 _MAX_RELEASES = 20
 """Number of releases for which the area bound is computed; more hardly tighten the bound."""
 

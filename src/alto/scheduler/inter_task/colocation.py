@@ -25,20 +25,6 @@ from dataclasses import dataclass, replace
 from alto.records import Sharing
 from alto.scheduler.inter_task.problem import TaskDemand
 
-__all__ = [
-    "Bin",
-    "Division",
-    "Member",
-    "alone_rates",
-    "divide",
-    "finish_times_s",
-    "fits",
-    "member_of",
-    "members_ending_at",
-    "neighbours",
-]
-
-
 _LEAST_OWN = 1e-6
 """Smallest share of a task's duration that counts as own work; without any, its ``step_s / own_s`` would be
 undefined."""

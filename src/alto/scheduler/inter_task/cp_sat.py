@@ -25,9 +25,6 @@ from alto.scheduler.inter_task.lists import (
 )
 from alto.scheduler.inter_task.problem import SchedulingProblem, TaskDemand, in_ticks, makespan_of, schedule_from
 
-__all__ = ["CpModel", "Solved", "balanced_reservations", "cp_sat_schedule"]
-
-
 # Local search for clusters too large to solve as a whole: moves tasks between nodes until all nodes end at about the
 # same time.
 

@@ -10,18 +10,6 @@ from dataclasses import dataclass
 from alto.records import Gpu, Node, Placement
 from alto.scheduler.inter_task.problem import SchedulingProblem, TaskDemand
 
-__all__ = [
-    "LIST_METHODS",
-    "LIST_ORDERS",
-    "Reservation",
-    "fewest_nodes",
-    "list_reservations",
-    "place",
-    "priority_classes",
-    "reservations_in_order",
-    "running_counts",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reservation:

@@ -15,8 +15,6 @@ from alto.scheduler.inter_task.bounds import makespan_bound
 from alto.scheduler.inter_task.lists import Reservation, fewest_nodes, list_reservations, place, priority_classes
 from alto.scheduler.inter_task.problem import SchedulingProblem, TaskDemand, makespan_of, schedule_from
 
-__all__ = ["milp_schedule"]
-
 _TOLERANCE = 1e-6
 """Tolerance of SCIP's constraints."""
 

@@ -13,8 +13,6 @@ from alto.base import is_number
 from alto.errors import SpecError
 from alto.records import MAX_DURATION_S, MIN_DURATION_S, Gpu, Node, Placement, Schedule, Sharing
 
-__all__ = ["RunningTask", "SchedulingProblem", "TaskDemand", "in_ticks", "makespan_of", "schedule_from"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskDemand:

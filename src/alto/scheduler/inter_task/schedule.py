@@ -11,8 +11,6 @@ from alto.scheduler.inter_task.milp import milp_schedule
 from alto.scheduler.inter_task.problem import SchedulingProblem, schedule_from
 from alto.scheduler.inter_task.sharing import apart, colocated
 
-__all__ = ["METHODS", "schedule_tasks"]
-
 METHODS = ("cp-sat", "milp", *LIST_METHODS)
 
 

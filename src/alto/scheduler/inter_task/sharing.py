@@ -20,19 +20,6 @@ from alto.scheduler.inter_task.colocation import (
 from alto.scheduler.inter_task.lists import list_reservations
 from alto.scheduler.inter_task.problem import RunningTask, SchedulingProblem, TaskDemand, schedule_from
 
-__all__ = [
-    "Colocation",
-    "Group",
-    "Kind",
-    "RunningExecutor",
-    "apart",
-    "colocated",
-    "composed",
-    "group_of",
-    "kind_of",
-    "running_executors",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:

@@ -11,8 +11,6 @@ from alto.errors import ScheduleError
 from alto.records import Gpu, Placement, Schedule
 from alto.scheduler.inter_task.problem import RunningTask, SchedulingProblem, TaskDemand
 
-__all__ = ["check_schedule"]
-
 _ROUNDING = 1e-9
 """Relative difference below which two times count as equal."""
 

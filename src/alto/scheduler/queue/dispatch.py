@@ -15,9 +15,6 @@ from alto.records import Node, Schedule
 from alto.scheduler.inter_task import LIST_ORDERS, SchedulingProblem, TaskDemand, fewest_nodes, schedule_tasks
 from alto.scheduler.queue.task import QueuedTask
 
-__all__ = ["Waiting", "schedule_of_now"]
-
-
 _Entry = tuple[tuple[float, ...], int, QueuedTask]
 _number = attrgetter("number")
 

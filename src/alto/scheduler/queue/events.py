@@ -10,27 +10,6 @@ from dataclasses import dataclass
 from alto.records import Gpu, Schedule
 from alto.scheduler.inter_task import TaskDemand
 
-__all__ = [
-    "Action",
-    "Failed",
-    "Finished",
-    "GaveUp",
-    "GpuAdded",
-    "GpuLost",
-    "Offered",
-    "Planned",
-    "Prioritised",
-    "Profiled",
-    "Progressed",
-    "QueueEvent",
-    "StartTask",
-    "Started",
-    "StopTask",
-    "Stopped",
-    "Submitted",
-    "Woken",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submitted:

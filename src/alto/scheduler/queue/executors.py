@@ -13,8 +13,6 @@ from alto.records import Gpu, Node, Placement, Schedule, Sharing
 from alto.scheduler.inter_task import Member, RunningTask, finish_times_s, member_of, members_ending_at
 from alto.scheduler.queue.task import LEAST_S, QueuedTask, TaskState
 
-__all__ = ["Executors", "GpuPool"]
-
 
 class GpuPool:
     """The GPUs of a cluster: the present ones, the free ones, and all that were ever declared.

@@ -36,8 +36,6 @@ from alto.scheduler.queue.events import (
 from alto.scheduler.queue.executors import Executors, GpuPool
 from alto.scheduler.queue.task import LEAST_S, MAX_ATTEMPTS_IN_ALL, QueuedTask, QueueSettings, TaskState
 
-__all__ = ["Queue", "Solve"]
-
 Solve = Callable[[SchedulingProblem, Schedule | None], Schedule]
 """Makes a schedule of the waiting tasks. Its hint is the unstarted rest of the previous plan, on the same clock. A task
 that the schedule does not place waits for the next plan."""

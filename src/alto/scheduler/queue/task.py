@@ -12,9 +12,6 @@ from alto.records import Gpu
 from alto.scheduler.inter_task import LIST_METHODS, TaskDemand
 from alto.scheduler.queue.events import Offered
 
-__all__ = ["LEAST_S", "MAX_ATTEMPTS_IN_ALL", "QueueSettings", "QueuedTask", "TaskState"]
-
-
 LEAST_S = 1e-3
 """Smallest estimate of an attempt, in seconds."""
 

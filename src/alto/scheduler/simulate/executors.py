@@ -10,8 +10,6 @@ from alto.records import Gpu
 from alto.scheduler.inter_task import Member, alone_rates, finish_times_s, member_of
 from alto.scheduler.simulate.workload import SimulatedTask
 
-__all__ = ["Executor", "Outlook", "Work"]
-
 _TOLD_AT = 0.5
 """Share of an attempt after which its executor reports an estimate of the remaining time."""
 

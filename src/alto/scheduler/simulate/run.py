@@ -13,8 +13,6 @@ from alto.scheduler.simulate.workload import draw_tasks
 from alto.scheduler.simulate.world import World
 from alto.spec import Simulation
 
-__all__ = ["MAX_LISTED", "MAX_SOLVED", "nodes_of", "percentile", "simulate"]
-
 MAX_LISTED = 200
 """Number of waiting and running tasks above which a list method places only the tasks that start now; the same tasks
 start."""

@@ -11,9 +11,6 @@ from alto.errors import SpecError
 from alto.scheduler.simulate.run import percentile, simulate
 from alto.spec import MAX_S, MIN_S, ArrivingTask, Simulation
 
-__all__ = ["Capacity", "SimulatedTask", "draw_tasks", "smallest_cluster"]
-
-
 _Z99 = 2.3263478740408408
 """99th percentile of the standard normal distribution."""
 

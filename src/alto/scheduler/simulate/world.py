@@ -30,8 +30,6 @@ from alto.scheduler.simulate.executors import Executor, Work
 from alto.scheduler.simulate.workload import SimulatedTask
 from alto.spec import MIN_S, Simulation
 
-__all__ = ["World"]
-
 _MIN_GPU_CHANGES = 1000
 _CHANGES_PER_GPU = 20
 """Limit of lost and returned GPUs while no task runs or pauses: above it, waiting tasks are given up.

@@ -22,20 +22,6 @@ from alto.service.errors import TooManyRequestsError
 from alto.service.ids import new_id, now
 from alto.service.store.tables import KeyRow, Tenant
 
-__all__ = [
-    "DEFAULT_TENANT",
-    "SCOPES",
-    "Caller",
-    "RateLimiter",
-    "caller_of",
-    "create_key",
-    "create_tenant",
-    "has_keys",
-    "list_keys",
-    "revoke_key",
-]
-
-
 SCOPES = ("read", "write", "chat")
 """``read`` sees files, jobs and models; ``write`` creates, changes and deletes them; ``chat`` talks to models."""
 

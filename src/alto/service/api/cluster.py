@@ -17,8 +17,6 @@ from alto.service.store.jobs import OPEN
 from alto.service.store.tables import JobRow
 from alto.service.web.access import Reader
 
-__all__ = ["ClusterView", "is_measured", "job_of", "router"]
-
 _MOST_TASKS = 200
 
 router = APIRouter(prefix="/cluster")

@@ -23,8 +23,6 @@ from alto.service.web.access import Reader
 from alto.service.web.bodies import BodyRoute
 from alto.spec import Task
 
-__all__ = ["router"]
-
 _MOST_BYTES = 32 * 2**20
 """Maximum size of a file in a draft."""
 

@@ -13,8 +13,6 @@ from alto.service.context import Service, ServiceOf
 from alto.service.store.tables import FileRow, JobRow, LeaderRow
 from alto.service.web.answers import WITHOUT_KEY, RequestCounts
 
-__all__ = ["router"]
-
 router = APIRouter()
 
 _STATES = ("validating_files", "queued", "running", "paused", "succeeded", "failed", "cancelled")

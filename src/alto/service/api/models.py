@@ -34,9 +34,6 @@ from alto.service.store.jobs import add_event, lock_job, page_of
 from alto.service.store.tables import JobRow, ModelRow
 from alto.service.web.access import Reader, Writer
 
-__all__ = ["ModelExports", "router", "texts_without_paths"]
-
-
 _CONFIG = "adapter_config.json"
 _TEXTS = frozenset({_CONFIG, "README.md", "config.json"})
 

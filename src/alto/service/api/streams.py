@@ -22,8 +22,6 @@ from alto.service.store.jobs import ENDED, events_of, find_job
 from alto.service.store.tables import JobRow
 from alto.service.web.access import Reader
 
-__all__ = ["Followers", "router"]
-
 POLL_S = 0.5
 HEARTBEAT_S = 15.0
 _AT_ONCE = 200

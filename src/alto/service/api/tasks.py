@@ -28,8 +28,6 @@ from alto.service.store.tables import JobRow
 from alto.service.web.access import Reader, Writer
 from alto.service.web.bodies import BodyRoute
 
-__all__ = ["history_of", "router", "task_object"]
-
 _ANSWER_S = 20.0
 _WAITING = threading.BoundedSemaphore(8)
 """Limit of requests that wait for an executor's answer; others are answered at once, so that threads stay free."""

@@ -45,9 +45,6 @@ from alto.service.store.store import forget_old_replays
 from alto.service.store.tables import FileRow, JobRow, PartRow, Tenant, UploadRow
 from alto.spec import Task
 
-__all__ = ["Coordinator", "OpenPlane", "keep_house", "remember_duration"]
-
-
 _LOG = logging.getLogger("alto.service.coordinator")
 
 

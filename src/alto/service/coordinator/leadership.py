@@ -26,18 +26,6 @@ from alto.service.store import Store
 from alto.service.store.store import database_time
 from alto.service.store.tables import LeaderRow
 
-__all__ = [
-    "LEASE_S",
-    "Leadership",
-    "LostLeadershipError",
-    "code_of",
-    "code_of_end",
-    "is_of_service",
-    "is_of_storage",
-    "missing_file",
-]
-
-
 LEASE_S = 15.0
 _RENEWALS = 7
 """Renewals per duration of a lease, so that some may be late."""

@@ -27,9 +27,6 @@ from alto.service.savings import savings_of
 from alto.service.store.jobs import add_event
 from alto.service.store.tables import Checkpoint, FileRow, JobEvent, JobRow, ModelRow
 
-__all__ = ["Projection", "Publication", "publish", "write_result"]
-
-
 _NUM_AT_ONCE = 500
 """Maximum number of journal entries per transaction."""
 

@@ -21,8 +21,6 @@ from alto.service.store.jobs import ENDED
 from alto.service.store.tables import JobRow
 from alto.spec import Task
 
-__all__ = ["clear_ended_runs", "make_run", "settled_task", "shown_error"]
-
 _TRAIN, _VALIDATION = "training.jsonl", "validation.jsonl"
 _ROWS = "data"
 _ONLY_FOR_TRAINING = (_ROWS, "jobs", "control", "report.html")

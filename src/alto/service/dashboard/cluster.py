@@ -21,8 +21,6 @@ from alto.service.store.jobs import levels_of
 from alto.service.store.tables import JobRow
 from alto.service.web.access import Reader
 
-__all__ = ["router"]
-
 _FRAGMENTS = ("machines", "queue")
 _LEAST_GAP_S = 1.0
 """Shorter interruptions are not marked in the figure."""

@@ -13,8 +13,6 @@ from alto.service.context import ServiceOf
 from alto.service.dashboard.rendering import PageRoute, local_path, page
 from alto.service.web.access import COOKIE, check_origin
 
-__all__ = ["router"]
-
 _MOST_CHARS = 512
 
 router = APIRouter(route_class=PageRoute)

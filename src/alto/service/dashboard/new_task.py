@@ -20,8 +20,6 @@ from alto.service.store.tables import FileRow
 from alto.service.web.access import Reader
 from alto.spec import NotYamlError, read_yaml
 
-__all__ = ["router"]
-
 _MOST_CHARS = 20_000
 _MOST_FILES = 200
 _MOST_SEED = 2**31 - 1

@@ -26,9 +26,6 @@ from alto.service.errors import ApiError, TenantError, not_found
 from alto.service.web.access import COOKIE
 from alto.service.web.answers import api_error_of
 
-__all__ = ["PageRoute", "asset_url", "error_page", "live_answer", "local_path", "page", "router"]
-
-
 _NAMES = ("plotly.js", "report.js", "gantt.js", "page.js", "dashboard.js", "report.css", "dashboard.css")
 _OWN = ("dashboard.js", "dashboard.css")
 _TYPES = {"js": "text/javascript; charset=utf-8", "css": "text/css; charset=utf-8"}

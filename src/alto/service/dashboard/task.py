@@ -29,9 +29,6 @@ from alto.service.store.jobs import OPEN, find_job, page_of
 from alto.service.store.tables import FileRow, JobEvent, JobRow, ModelRow
 from alto.service.web.access import Reader
 
-__all__ = ["RunView", "TaskLine", "line_of", "router", "run_view"]
-
-
 _ENDS = {"failed": ExitReason.FAILED, "cancelled": ExitReason.STOPPED}
 
 

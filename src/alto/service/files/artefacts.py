@@ -16,9 +16,6 @@ from fsspec.implementations.local import LocalFileSystem
 from alto.errors import ServiceError
 from alto.service.ids import new_id
 
-__all__ = ["Artefacts", "chunks_of", "zip_chunks"]
-
-
 _CHUNK_BYTES = 2**20
 
 

@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
 
-__all__ = ["Checked", "check_rows", "sha256_of"]
-
 _MAX_LINE_BYTES = 16 * 2**20
 _MOST_FAULTS = 20
 _CHUNK_BYTES = 2**20

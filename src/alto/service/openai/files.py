@@ -24,20 +24,6 @@ from alto.service.web.access import Reader, Writer
 from alto.service.web.answers import mark_of
 from alto.service.web.bodies import BodyRoute
 
-__all__ = [
-    "FINE_TUNE",
-    "RESULTS",
-    "artefact_of",
-    "check_pending",
-    "check_purpose",
-    "check_quota",
-    "find_file",
-    "find_upload",
-    "keep_file",
-    "router",
-    "shown_filename",
-]
-
 FINE_TUNE = "fine-tune"
 RESULTS = "fine-tune-results"
 

@@ -26,8 +26,6 @@ from alto.service.web.access import Reader, Writer
 from alto.service.web.answers import mark_of
 from alto.service.web.bodies import BodyRoute
 
-__all__ = ["JobRequest", "create_job", "draft_of", "router"]
-
 _MOST_PAIRS = 16
 _DEFAULT_SEED = 42
 

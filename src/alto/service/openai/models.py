@@ -16,8 +16,6 @@ from alto.service.openai.objects import alias_object, base_model_object, model_o
 from alto.service.store.tables import ModelRow
 from alto.service.web.access import Reader, Writer
 
-__all__ = ["router"]
-
 router = APIRouter()
 
 

@@ -9,22 +9,6 @@ from fastapi import Query
 
 from alto.service.store.tables import AliasRow, Checkpoint, FileRow, JobEvent, JobRow, ModelRow, PartRow, UploadRow
 
-__all__ = [
-    "After",
-    "Limit",
-    "alias_object",
-    "base_model_object",
-    "checkpoint_object",
-    "event_object",
-    "file_object",
-    "job_object",
-    "list_object",
-    "model_object",
-    "part_object",
-    "upload_object",
-]
-
-
 _WHOLE = frozenset({"batch_size", "n_epochs"})
 _TYPED = ("n_epochs", "batch_size", "learning_rate_multiplier")
 

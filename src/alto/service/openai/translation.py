@@ -16,21 +16,6 @@ from alto.errors import SpecError, UnsupportedError
 from alto.service.errors import ApiError, refused
 from alto.spec import JOB_ALIASES, MAPPING_FIELDS, TASK_ALIASES, TASK_FIELDS, Task, parse_select_by, usual_learning_rate
 
-__all__ = [
-    "ALLOWED_TASK_KEYS",
-    "METHODS",
-    "build",
-    "check_grader",
-    "check_module_names",
-    "clone_changes",
-    "multiplier_of",
-    "param_of",
-    "select_by_of",
-    "task_values",
-    "worded",
-]
-
-
 # Module names in requests, which must be plain names. ALTO itself also takes regular expressions, but an expression of
 # a stranger can keep a process busy forever.
 

@@ -12,8 +12,6 @@ from alto.service.openai.translation import check_grader
 from alto.service.web.access import Reader
 from alto.service.web.bodies import BodyRoute
 
-__all__ = ["router"]
-
 router = APIRouter(prefix="/fine_tuning", route_class=BodyRoute)
 
 

@@ -31,8 +31,6 @@ from alto.service.web.access import Writer
 from alto.service.web.answers import mark_of
 from alto.service.web.bodies import BodyRoute
 
-__all__ = ["router"]
-
 _LIFE_S = 3600
 _MAX_PART_BYTES = 64 * 2**20
 _MAX_PARTS = 10_000

@@ -26,9 +26,6 @@ from alto.service.serving.vllm import message_of
 from alto.service.store.tables import JobRow, ModelRow
 from alto.service.web.access import Talker
 
-__all__ = ["NOT_READY", "router", "serve_command", "target_of"]
-
-
 NOT_READY = "model_not_ready"
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM's ``--max-lora-rank`` accepts."""

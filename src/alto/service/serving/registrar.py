@@ -22,8 +22,6 @@ from alto.service.serving.vllm import AdapterRefusedError, VllmServer
 from alto.service.store.jobs import add_event, lock_job
 from alto.service.store.tables import AliasRow, JobRow, ModelRow
 
-__all__ = ["Registrar", "move_alias", "registering", "settle_aliases"]
-
 
 def move_alias(session: Session, model: ModelRow, job: JobRow) -> str | None:
     """Point the alias of a newly ready model to this model, unless it points to a newer one.

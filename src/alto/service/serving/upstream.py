@@ -19,8 +19,6 @@ import h11
 from alto.errors import ServiceError
 from alto.service.settings import VllmSettings
 
-__all__ = ["Reply", "Upstream", "UpstreamError", "UpstreamTimeoutError"]
-
 _PIECE_BYTES = 64 * 1024
 _MOST_BYTES = 32 * 2**20
 """Maximum size of an answer that is read as a whole."""

@@ -12,8 +12,6 @@ from alto.errors import ServiceError
 from alto.service.serving.upstream import Reply, Upstream, UpstreamError
 from alto.service.settings import VllmSettings
 
-__all__ = ["AdapterRefusedError", "VllmServer", "message_of"]
-
 _PASSING = (429, 502, 503, 504)
 """Statuses of a server that is busy or starting."""
 _MOST_CHARS = 500

@@ -16,23 +16,6 @@ from alto.service.errors import JobStateError, UnknownJobError
 from alto.service.ids import now
 from alto.service.store.tables import JobEvent, JobRow
 
-__all__ = [
-    "ENDED",
-    "OPEN",
-    "add_event",
-    "cancel_job",
-    "count_open",
-    "events_of",
-    "find_job",
-    "in_turns",
-    "levels_of",
-    "lock_job",
-    "page_of",
-    "pause_job",
-    "resume_job",
-    "wanted_jobs",
-]
-
 
 def add_event(
     session: Session,

@@ -25,9 +25,6 @@ from alto.service.errors import ReusedKeyError
 from alto.service.ids import now
 from alto.service.store.tables import ReplayRow
 
-__all__ = ["WINDOW_S", "Refusals", "RequestMark", "Store", "database_time", "forget_old_replays"]
-
-
 MIGRATIONS = Path(__file__).parent / "migrations"
 BUSY_S = 30.0
 """Longest wait for another writer of an SQLite file."""

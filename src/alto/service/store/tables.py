@@ -8,22 +8,6 @@ from sqlalchemy import JSON, BigInteger, Boolean, Float, ForeignKey, Integer, Me
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-__all__ = [
-    "AliasRow",
-    "Base",
-    "Checkpoint",
-    "FileRow",
-    "JobEvent",
-    "JobRow",
-    "KeyRow",
-    "LeaderRow",
-    "ModelRow",
-    "PartRow",
-    "ReplayRow",
-    "Tenant",
-    "UploadRow",
-]
-
 Json = JSON().with_variant(JSONB(), "postgresql")
 Number = BigInteger().with_variant(Integer(), "sqlite")
 """Type of row numbers; SQLite generates numbers only for columns of type Integer."""

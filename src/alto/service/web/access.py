@@ -13,8 +13,6 @@ from alto.service.context import service_of
 from alto.service.errors import ApiError, TooManyRequestsError
 from alto.service.web.answers import api_error_of
 
-__all__ = ["COOKIE", "Reader", "Talker", "Writer", "caller", "check_origin"]
-
 COOKIE = "alto_key"
 """Name of the cookie that holds a browser's key; set by the dashboard."""
 

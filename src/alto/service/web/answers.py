@@ -38,21 +38,6 @@ from alto.service.errors import (
 )
 from alto.service.store.store import RequestMark
 
-__all__ = [
-    "ERROR_ANSWERS",
-    "WITHOUT_KEY",
-    "ErrorAnswer",
-    "RequestCounts",
-    "RequestIds",
-    "add_error_answers",
-    "api_error_of",
-    "describe_keys",
-    "forget_older",
-    "hash_of_json",
-    "mark_of",
-]
-
-
 _BOUNDS_S = (0.01, 0.05, 0.1, 0.5, 1.0, 5.0)
 
 

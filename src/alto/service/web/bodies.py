@@ -16,8 +16,6 @@ from alto.service.errors import ApiError, refused
 from alto.service.web.access import caller
 from alto.service.web.answers import hash_of_json, mark_of
 
-__all__ = ["BodyRoute", "check_values"]
-
 _MOST_FILES = 1
 _MOST_FIELDS = 16
 _MOST_FIELD_BYTES = 64 * 1024

@@ -9,8 +9,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from alto.service.errors import ApiError, refused
 
-__all__ = ["BodyLimits"]
-
 _IDLE_S = 30.0
 """Longest wait for a piece of a body, in seconds."""
 _LEAST_BYTES_PER_S = 1024.0
