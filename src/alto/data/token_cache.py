@@ -27,7 +27,7 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from alto.base import LockFile, replace_file
+from alto.base import LockFile, replace_file, sync_folder
 from alto.data.dataset import (
     IGNORED,
     EncodedDataset,
@@ -42,7 +42,6 @@ from alto.data.dataset import (
 from alto.data.rows import BadRows, Chain, LazySequence
 from alto.data.task_data import SPLITS, TaskData
 from alto.errors import RunWriteError
-from alto.runs import sync_folder
 
 _IDS, _TRAINED, _ROWS = "ids.bin", "trained.bin", "rows.bin"
 _ID_TYPE, _MASK_TYPE, _ROW_TYPE = np.dtype("<u4"), np.dtype("u1"), np.dtype("<i8")

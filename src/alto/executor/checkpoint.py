@@ -24,9 +24,9 @@ from typing import Literal, TypeAlias
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from alto.base import open_regular, read_json, writing
+from alto.base import open_regular, read_json, sync_folder, writing
 from alto.lora import AdapterWeights, OptimizerState, read_adapter
-from alto.runs import RunDir, sync_folder
+from alto.runs import RunDir
 
 Kind: TypeAlias = Literal["best", "last"]
 KINDS: tuple[Kind, ...] = ("best", "last")

@@ -10,13 +10,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from alto.base import read_json, replace_file, writing
+from alto.base import read_json, replace_file, sync_folder, writing
 from alto.errors import RunNotFoundError
 from alto.export.card import ModelUse, adapter_tags, card_header
 from alto.export.metrics import format_metric, loss_unit, metric_name
 from alto.export.wording import describe_adapter_check
 from alto.records import JobResult, TaskOutcome
-from alto.runs import sync_folder
 from alto.spec import LABELS_NAME, LOSS, TEMPLATE_NAME, is_object_name
 
 METRICS_NAME = "metrics.json"

@@ -15,7 +15,7 @@ from typing import Any, get_args
 from safetensors import SafetensorError
 
 from alto.backbone import load_config, load_tokenizer, loading_class
-from alto.base import read_json, write_error
+from alto.base import read_json, sync_folder, write_error
 from alto.errors import AltoError, RunExistsError, SpecError
 from alto.export.card import ModelUse, adapter_tags, card_header, with_code, without_header
 from alto.exporting.gguf import GgufModel, check_writable
@@ -24,7 +24,6 @@ from alto.exporting.tool_config import write_tool_config
 from alto.exporting.winner import Winner, check_pushable, is_hub_id, push
 from alto.lora import is_read_per_expert, vllm_obstacle, vllm_rank, write_per_expert
 from alto.records import ExportForm, ExportResult, ForeignTool, GgufType
-from alto.runs import sync_folder
 from alto.spec import LABELS_NAME, TEMPLATE_NAME, TOOLS_TEMPLATE, chat_template_text
 
 

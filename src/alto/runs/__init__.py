@@ -1,7 +1,6 @@
 """Runs and queues of runs on disk: their folders, their journals, and the state derived from the journals. Without
 torch."""
 
-from alto.base import sync_folder
 from alto.runs.background import FLUSH_TIMEOUT_S, BackgroundObserver, ending_in_time, in_background
 from alto.runs.events import Event, JournalEntry
 from alto.runs.history import RunHistory, history_before, read_history
@@ -86,6 +85,5 @@ __all__ = [
     "read_queue_history",
     "remove_states",
     "summarise",
-    "sync_folder",
     "task_outcome",
 ]
